@@ -194,7 +194,7 @@ class Handlers(JoinedState):
         output, saved = self._runner(a).forward_again(weights, self.values[key], number, head)
         ends = self.program.pieces[a.piece].units[-1] in self.program.recomputed[a.piece]
         if ends and not self.program.outputs[a.piece]:
-            saved = with_loss(saved, output if head else self._loss(number, output))
+            saved = with_loss(saved, output if head else self._loss(a, number, output))
         self.values[key] = saved
 
     def _run_piece(self, a: Action, keeps_buffers: bool) -> tuple[Any, Saved]:
@@ -211,7 +211,7 @@ class Handlers(JoinedState):
             head = self._head(a)
             output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before, head=head)
             if not self.program.outputs[a.piece]:
-                loss = output if head else self._loss(number, output)
+                loss = output if head else self._loss(a, number, output)
                 self._note_loss(number, loss)
                 saved = with_loss(saved, loss)
         if tensor_offload is not None:
@@ -235,9 +235,10 @@ class Handlers(JoinedState):
         finally:
             self.notice(a.lane, str(a))
 
-    def _loss(self, number: int, output: Any) -> Tensor:
+    def _loss(self, a: Action, number: int, output: Any) -> Tensor:
+        loss = self.divided.loss(a.piece, a.replica) if self.divided is not None else None
         with self._form.context(self.device):
-            return self.job.loss(output, self._targets(number))
+            return (loss or self.job.loss)(output, self._targets(number))
 
     def _targets(self, number: int) -> Any:
         return moved(self.batches.targets(number), self.device)

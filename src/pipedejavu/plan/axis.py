@@ -14,7 +14,9 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Zero = Annotated[int, Field(ge=0, le=3)]
 Rest = Literal["device", "visit", "host", "lean", "window"]
-Layout = Literal["col", "row", "head", "stationary-x", "stationary-y", "stationary-w", "expert"]
+Layout = Literal[
+    "col", "row", "head", "sequence", "vocabulary", "context", "stationary-x", "stationary-y", "stationary-w", "expert"
+]
 
 
 def in_line(numbers: tuple[int, ...]) -> str:
@@ -34,14 +36,15 @@ class Cut(Record):
     """Boundaries of the units, if the model is not a chain: the first operation of each unit but the first in the
     recorded graph, and at the end the number of operations. `train` cuts the model there."""
     layouts: tuple[Layout, ...] = ()
-    """Layouts of the operators inside each unit, in order, for a `layout` cut."""
+    """Layouts of the operators inside each unit, in order, for a `layout` cut. Of those, `sequence`, `vocabulary` and
+    `context` go with a chain whose workers are tensor-parallel groups, too."""
     capacity: float | None = Field(default=None, gt=0)
     """For layout `expert`: slots per expert, as a multiple of an even share of a worker's rows. Rows over it skip their
     expert. By default no row is dropped."""
 
     def __str__(self) -> str:
         if self.kind == "chain":
-            return f"chain({self.stages})" if self.stages else "chain"
+            return " ".join([f"chain({self.stages})" if self.stages else "chain", *self.layouts])
         text = " ".join(self.layouts) if self.kind == "layout" else self.kind
         return text if self.capacity is None else f"{text}({self.capacity:g})"
 
