@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 
 from pipedejavu.facts import InputError, nearest
+from pipedejavu.graph_data import graph_cache
 from pipedejavu.zoo.dataset import Dataset, order
-from pipedejavu.zoo.form import Form, ImageForm, TokenForm
+from pipedejavu.zoo.form import Form, GraphForm, ImageForm, TokenForm
+from pipedejavu.zoo.graph_sample import open_graph_data
 from pipedejavu.zoo.image import Split, cifar10_files, mnist_files, read_cifar10, read_digits, read_mnist
 from pipedejavu.zoo.noise import RandomImages, RandomTokens
 from pipedejavu.zoo.sequence import Sequences
@@ -18,9 +20,14 @@ from pipedejavu.zoo.text import Text, read_stdlib
 __all__ = ["DATA_NAMES", "Dataset", "open_data", "order"]
 
 _IMAGES = ("digits", "mnist", "cifar10")
-DATA_NAMES = (*_IMAGES, "stdlib", "random")
+DATA_NAMES = (*_IMAGES, "stdlib", "random", "graph")
 
-_DETAILS = {"mnist": "a folder", "cifar10": "a folder", "random": "a number of samples"}
+_DETAILS = {
+    "mnist": "a folder",
+    "cifar10": "a folder",
+    "random": "a number of samples",
+    "graph": "power:EDGES, stdlib or a folder",
+}
 """What may follow a colon."""
 
 _NUM_RANDOM = 10_000
@@ -38,6 +45,8 @@ def open_data(name: str, form: Form | None = None, *, seed: int = 0, split: Spli
         raise InputError(f"data '{kind}' takes nothing after a colon, found '{name}'; leave it out")
     if colon and not detail:
         raise InputError(f"'{name}' ends with its colon; add {_DETAILS[kind]} or leave the colon out")
+    if isinstance(form, GraphForm) or kind == "graph":
+        return _graph(name, form, seed, split)
     if kind == "random":
         return _random(form or ImageForm(), _size(detail), seed, split)
     if kind == "stdlib":
@@ -51,6 +60,18 @@ def open_data(name: str, form: Form | None = None, *, seed: int = 0, split: Spli
         case "cifar10":
             return read_cifar10(folder, split, form)
     return read_digits(split, form)
+
+
+def _graph(name: str, form: Form | None, seed: int, split: Split) -> Dataset:
+    kind, _, detail = name.partition(":")
+    form = form or GraphForm()
+    if not isinstance(form, GraphForm) or kind != "graph":
+        wanted = "a graph" if isinstance(form, GraphForm) else "images" if isinstance(form, ImageForm) else "tokens"
+        raise InputError(
+            f"the model reads {wanted}, and data '{name}' has none; graph networks, such as zoo:sage, take"
+            " graph:power:EDGES, graph:stdlib or graph:FOLDER"
+        )
+    return open_graph_data(detail, form, graph_cache(), seed=seed, split=split)
 
 
 def data_files(name: str) -> list[Path]:
