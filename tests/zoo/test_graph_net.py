@@ -40,8 +40,9 @@ def graph(degree: int = 5) -> CsrGraph:
     )
 
 
-def make(kind: str, fanouts: tuple[int, ...]) -> tuple[GraphNet, GraphSamples]:
-    size = SIZES[kind].replace(fanouts=fanouts, features=FEATURES, classes=CLASSES, hidden=8)
+def make(kind: str, fanouts: tuple[int, ...], on_host: bool = True) -> tuple[GraphNet, GraphSamples]:
+    sizes = {"fanouts": fanouts, "features": FEATURES, "classes": CLASSES, "hidden": 8}
+    size = SIZES[kind].replace(**sizes, aggregates_on_host=on_host)
     net = GraphNet(size, seed=1)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
@@ -87,8 +88,9 @@ def run_twin(net: GraphNet, x: torch.Tensor, edges: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_with_all_neighbours_a_network_equals_torch_geometrics_on_the_whole_graph(kind, layers) -> None:
-    net, data = make(kind, (-1,) * layers)
+@pytest.mark.parametrize("on_host", [True, False])
+def test_with_all_neighbours_a_network_equals_torch_geometrics_on_the_whole_graph(kind, layers, on_host) -> None:
+    net, data = make(kind, (-1,) * layers, on_host)
     whole = data.graph
     rows = np.repeat(np.arange(NODES), np.diff(whole.indptr))
     edges = torch.from_numpy(np.stack([whole.indices.astype(np.int64), rows]))

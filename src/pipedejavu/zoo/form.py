@@ -49,6 +49,8 @@ class GraphForm(Record):
     fanouts: tuple[int, ...] = (10, 5)
     """Neighbours that are sampled per node, the first for the targets; -1 for all."""
     aggregation: Aggregation = "mean"
+    aggregates_on_host: bool = True
+    """Whether the data does the first aggregation, which reads no weights; else it gathers each node's features."""
     features: Count | None = None
     """Features of a node; by default those of the data."""
     classes: Count | None = None

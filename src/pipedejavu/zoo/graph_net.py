@@ -6,8 +6,9 @@ The first unit takes one row per node of the outermost block, and the blocks tha
     GCN         weighted sum of the neighbours' and the own features, indptr, indices, weights, …
     GAT         features, indptr, indices, …, indptr, indices
 
-The first aggregation of GraphSAGE and GCN reads no weights of the model, so the data does it in host memory, and a
-device receives one row in place of a fan-out of rows. Each further layer takes its block from the front of the tuple
+The first aggregation of GraphSAGE and GCN reads no weights of the model, so the data can do it in host memory, and a
+device receives one row in place of a fan-out of rows. With `aggregates_on_host` off, the first unit takes what that of
+a GAT takes, with weights for a GCN. Each further layer takes its block from the front of the tuple
 and passes the rest on. `indices` are rows of the layer's input, whose first rows are the targets.
 """
 
@@ -35,6 +36,8 @@ class GraphNetSize(Record):
     classes: Count | None = None
     """Classes; by default those of the data."""
     hidden: Count = 256
+    aggregates_on_host: bool = True
+    """Whether the data does the first aggregation of GraphSAGE and GCN in host memory."""
     heads: Count = 1
     """Attention heads of the layers of a GAT before the last."""
 
@@ -42,7 +45,11 @@ class GraphNetSize(Record):
         """Returns the form of its samples."""
         aggregation: dict[str, Aggregation] = {"sage": "mean", "gcn": "symmetric", "gat": "none"}
         return GraphForm(
-            fanouts=self.fanouts, aggregation=aggregation[self.kind], features=self.features, classes=self.classes
+            fanouts=self.fanouts,
+            aggregation=aggregation[self.kind],
+            aggregates_on_host=self.aggregates_on_host and self.kind != "gat",
+            features=self.features,
+            classes=self.classes,
         )
 
     def disagreements(self) -> list[str]:
@@ -162,9 +169,9 @@ class GraphNet(Chain):
         layers = []
         with torch.device("meta"):
             for n in range(count):
-                is_first, is_last = n == 0, n == count - 1
+                is_first, is_last = n == 0 and size.aggregates_on_host, n == count - 1
                 if size.kind == "gat":
-                    layer: nn.Module = GatLayer(*widths[n : n + 2], 1 if is_last else size.heads, is_last=is_last)
+                    layer: nn.Module = GatLayer(widths[n], widths[n + 1], 1 if is_last else size.heads, is_last=is_last)
                 else:
                     make = SageLayer if size.kind == "sage" else GcnLayer
                     layer = make(*widths[n : n + 2], is_first=is_first, is_last=is_last)

@@ -58,8 +58,11 @@ class GraphSamples:
         self._seed, self._is_native = seed, is_native
         self._sampler: NeighbourSampler | None = None
         self.sample_s = self.gather_s = 0.0
+        self.num_drawn = 0
         self.pins = False
         """Whether features are gathered into pinned memory."""
+        self.num_threads: int | None = None
+        """Threads that sample and gather; by default as many as torch has."""
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -76,8 +79,8 @@ class GraphSamples:
 
     @property
     def sampler(self) -> NeighbourSampler:
-        """The sampler; it has as many threads as torch."""
-        threads = torch.get_num_threads()
+        """The sampler, with the threads that are asked for now."""
+        threads = self.num_threads or torch.get_num_threads()
         if self._sampler is None or self._sampler.num_threads != threads:
             self._sampler = NeighbourSampler(self.graph, self._seed, num_threads=threads, is_native=self._is_native)
         return self._sampler
@@ -92,7 +95,7 @@ class GraphSamples:
         labels = torch.from_numpy(self.graph.labels[targets])
         started = time.perf_counter()
         *inner, outer = self.form.fanouts
-        is_aggregated = self.form.aggregation != "none"
+        is_aggregated = self.form.aggregates_on_host
         sampler, nodes, blocks = self.sampler, targets, list[Block]()
         for hop, fanout in enumerate(inner if is_aggregated else self.form.fanouts):
             blocks.append(sampler.block(nodes, sampler.rows(nodes, fanout, step, hop)))
@@ -100,6 +103,7 @@ class GraphSamples:
         rows = sampler.rows(nodes, outer, step, len(inner)) if is_aggregated else None
         sampled = time.perf_counter()
         inputs = self._first(nodes, rows)
+        self.num_drawn += 1
         self.sample_s += sampled - started
         self.gather_s += time.perf_counter() - sampled
         edges = [self._edges(block, fanout) for block, fanout in zip(blocks, self.form.fanouts, strict=False)]
@@ -138,7 +142,8 @@ class GraphSamples:
 
     def _scale(self, nodes: NDArray[np.int64], fanout: int) -> NDArray[np.float64]:
         degrees = self.graph.indptr[nodes + 1] - self.graph.indptr[nodes]
-        return 1 / np.sqrt((degrees if fanout < 0 else np.minimum(degrees, fanout)) + 1.0)
+        scale: NDArray[np.float64] = 1 / np.sqrt((degrees if fanout < 0 else np.minimum(degrees, fanout)) + 1.0)
+        return scale
 
     def _gathered(self, nodes: NDArray[np.int64]) -> Tensor:
         out = self._empty(len(nodes))
