@@ -67,7 +67,10 @@ class TrainRequest:
     ] = None
     packing: Annotated[
         str,
-        typer.Option(help="Texts as samples: documents (attention stays within each), stream (it crosses), or rows."),
+        typer.Option(
+            help="Texts and chats as samples: documents (several in a row, attention stays within each), stream (it"
+            " crosses; texts only), or rows (one in each)."
+        ),
     ] = "documents"
     eval: Annotated[
         float, typer.Option("--eval", help="Hold out a share of the data, or a number of samples, and evaluate on it.")

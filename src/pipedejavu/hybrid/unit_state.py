@@ -49,6 +49,8 @@ class ParamState:
     """Backward passes since the last step that gave it a gradient."""
     gradient: Tensor | None = None
     """Its gradient in host memory."""
+    wide_sum: Tensor | None = None
+    """The sum of its bf16 gradients in float32, on the device; None if autograd adds them up in the model."""
     state: AdamState | None = None
     shadow: AdamState | None = None
     """A second copy of its state, which speculative updates write."""
@@ -97,6 +99,8 @@ class UnitState:
     place: Place | None = None
     is_windowed: bool = False
     """Whether its weights rest in host memory and are copied to the GPU for each use."""
+    sums_wide: bool = False
+    """Whether its bf16 gradients are added up in float32."""
     is_moved: bool = False
     """Whether its state was put on the host because the GPU's memory ran out, and stays there."""
     updated: LaneEvent | None = None
@@ -129,6 +133,11 @@ class UnitState:
         """Whether the host updates it, so that its gradients leave the GPU."""
         return self.place in ("host", "lean")
 
+    def gradient_dtype(self, param: ParamState) -> torch.dtype:
+        """Returns the dtype of the sum of a parameter's gradients."""
+        dtype = param.parameter.dtype
+        return torch.float32 if self.sums_wide and dtype == torch.bfloat16 else dtype
+
     @property
     def resting_bytes(self) -> int:
         """The bytes of its moments and of the low halves of its masters."""
@@ -157,8 +166,10 @@ class UnitState:
         self._slabs += [moved, resting]
         for param in self.params:
             dtype = param.parameter.dtype
-            param.gradient = moved.take(param.numel, dtype)
-            weight = moved.take(param.numel, dtype) if has_copy else param.gradient
+            param.gradient = moved.take(param.numel, self.gradient_dtype(param))
+            # Threads of an update may write a weight to the memory of its gradient only if both have as many bytes.
+            has_own = has_copy or param.gradient.dtype != dtype
+            weight = moved.take(param.numel, dtype) if has_own else param.gradient
             param.state = state_from(weight, param.moments, resting.take)
         self.refresh()
         if has_shadow:
@@ -346,23 +357,27 @@ def size_of(unit_state: UnitState) -> UnitSize:
     resting = unit_state.resting_bytes
     on_gpu = sum(param.state_bytes for param in params)
     device = sum(param.numel * param.parameter.dtype.itemsize for param in params)
+    gradients = sum(aligned(param.numel * unit_state.gradient_dtype(param).itemsize) for param in params)
+    own = (param for param in params if unit_state.gradient_dtype(param) != param.parameter.dtype)
+    lean = gradients + sum(aligned(param.numel * param.parameter.dtype.itemsize) for param in own)
     return UnitSize(
         name=unit_state.unit.name,
         num_parameters=sum(param.numel for param in params),
         weight_bytes=0 if unit_state.is_windowed else device,
-        gradient_bytes=weights,
+        gradient_bytes=gradients,
         gpu_bytes=on_gpu,
-        host_bytes=2 * weights + resting,
-        no_copy_bytes=weights + resting,
+        host_bytes=weights + gradients + resting,
+        no_copy_bytes=lean + resting,
         streamed_bytes=resting,
         shadow_bytes=weights + resting,
         is_bound_to_host=unit_state.is_windowed or unit_state.is_moved,
+        host_place="lean" if unit_state.place == "lean" else "host",
     )
 
 
 def gradients_of(params: Iterable[ParamState]) -> dict[ParamState, Tensor]:
-    """Returns the gradients that parameters have in the model."""
-    gradients = {param: param.parameter.grad for param in params}
+    """Returns the gradients that parameters have on the device."""
+    gradients = {param: param.parameter.grad if param.wide_sum is None else param.wide_sum for param in params}
     return {param: gradient for param, gradient in gradients.items() if gradient is not None}
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from pipedejavu.facts import InputError, format_bytes
+from pipedejavu.facts.start_phase import START
 from pipedejavu.health.failure import is_shortage
 from pipedejavu.model_check.difference import Difference, first_difference
 from pipedejavu.model_check.model_pass import Checked, DividedModel, Pass, Sample, WholeModel
@@ -60,7 +61,7 @@ def check_model(checked: Checked, device: torch.device, option: str = OPTION) ->
         return f"{_UNCHECKED}: that takes {format_bytes(_COPIES * state_bytes)} of {free}"
     for sample in checked.samples:
         checked.cut.fit(sample.inputs)
-    with preserve_rng(check_device), _undisturbed(checked.model, check_device):
+    with START.phase("check"), preserve_rng(check_device), _undisturbed(checked.model, check_device):
         try:
             outcome = _compare_all(checked, check_device)
         except _UncopiedError as error:

@@ -213,6 +213,19 @@ RULES = (
         "set keep.kind to 'split', or leave keep.places out",
     ),
     Rule(
+        lambda plan, _: plan.keep.window == "auto" and plan.keep.kind != "host",
+        "keep.window 'auto' is chosen for weights in host memory, and keep '{keep}' has none there",
+        "set keep.kind to 'host', or keep.window to 1",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.keep.device_pieces == "auto" and (plan.keep.kind != "split" or plan.keep.places is not None)
+        ),
+        "keep.device_pieces 'auto' divides the state of a stage between device and host, and keep '{keep}' does not, or"
+        " has keep.places",
+        "set keep.kind to 'split' and leave keep.places out, or set keep.device_pieces to 0",
+    ),
+    Rule(
         lambda plan, _: plan.reduce.wire == "server" and plan.place.servers < 1,
         "wire 'server' needs a server, and the place has none",
         "set place.servers to 1 or more",

@@ -1,6 +1,7 @@
 """Turns options into what the engine runs: the model as a job, the data as numbered microbatches."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 
 from pipedejavu.engine import AdamW, Byzantine, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
+from pipedejavu.facts.start_phase import START
 from pipedejavu.profile import ModelCut, cut_model
 from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import ActionKind, Program
@@ -38,13 +40,14 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
     `begins` are the unit boundaries that the plan asks for.
     """
     torch.set_default_dtype(getattr(torch, options.parameter_dtype))
-    task = open_task(
-        options.model,
-        seed=options.seed,
-        data=data_choice(options),
-        weights=options.weights,
-        part=trained_part(options),
-    )
+    with START.phase("build"):
+        task = open_task(
+            options.model,
+            seed=options.seed,
+            data=data_choice(options),
+            weights=options.weights,
+            part=trained_part(options),
+        )
     check_parameters(task.model)
     cut = cut_model(task.model, task.data.batch(range(sizes[0]))[0], begins)
     optimizer = _optimizer(options)
@@ -60,6 +63,23 @@ def prepare(options: TrainOptions, sizes: Sequence[int], begins: Sequence[int] =
         graphs=unit_graphs,
     )
     return Prepared(job, SampleOrder(task, cut, sizes, options.seed))
+
+
+def reorder(prepared: Prepared, options: TrainOptions, sizes: Sequence[int]) -> Prepared:
+    """Returns a model that was opened for other options of the run, with its samples in microbatches of these sizes.
+
+    The options may differ in what changes neither the model nor its data.
+    """
+    job, batches = prepared
+    job = replace(
+        job,
+        optimizer=_optimizer(options),
+        clip_norm=options.clip_norm,
+        on_nan=options.on_nan,
+        max_consecutive_skips=options.max_consecutive_skips,
+        byzantine=Byzantine.parse(options.byzantine) if options.byzantine else None,
+    )
+    return Prepared(job, SampleOrder(batches.task, batches.cut, sizes, options.seed))
 
 
 def _optimizer(options: TrainOptions) -> Optimizer:

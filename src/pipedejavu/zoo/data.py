@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipedejavu.facts import InputError, nearest
 from pipedejavu.graph_data import graph_cache
+from pipedejavu.graph_data.csr_graph import ARRAYS, MANIFEST
 from pipedejavu.zoo.dataset import Dataset, order
 from pipedejavu.zoo.form import Form, GraphForm, ImageForm, TokenForm
 from pipedejavu.zoo.graph_sample import open_graph_data
@@ -83,16 +84,18 @@ def data_files(name: str) -> list[Path]:
             return [*mnist_files(folder, "train")]
         case "cifar10":
             return cifar10_files(folder, "train")
+        case "graph" if (folder / MANIFEST).is_file():
+            return [folder / f"{name}.npy" for name in ARRAYS if name != "features"]  # which take long to hash
     return []
 
 
-def _random(form: Form, size: int, seed: int, split: Split) -> Dataset:
+def _random(form: ImageForm | TokenForm, size: int, seed: int, split: Split) -> Dataset:
     if isinstance(form, ImageForm):
         return RandomImages(form, size, seed, is_test=split == "test")
     return Sequences(RandomTokens(form, size, seed, is_test=split == "test"), form, seed)
 
 
-def _stdlib(form: Form, seed: int, split: Split) -> Dataset:
+def _stdlib(form: ImageForm | TokenForm, seed: int, split: Split) -> Dataset:
     if isinstance(form, ImageForm):
         raise InputError(f"data 'stdlib' has tokens, but the model reads images; use {', '.join(_IMAGES)} or random")
     if form.num_plain < _NUM_BYTES:
