@@ -23,8 +23,8 @@ from pipedejavu.graph_data.csr_graph import ARRAYS, CsrGraph, check_memory, open
 DEGREE = 10
 """Mean number of neighbours."""
 NUM_FEATURES, NUM_CLASSES = 256, 16
-HOMOPHILY = 0.5
-SIGNAL = 0.08
+HOMOPHILY = 0.6
+SIGNAL = 0.15
 """Standard deviation of the centres of classes, where the noise of a feature has 1."""
 TRAIN_SHARE, TEST_SHARE = 0.1, 0.02
 FEWEST_EDGES, MOST_EDGES = 1_000, 200_000_000
@@ -135,7 +135,7 @@ class _Maker:
     def _neighbours(
         self, random: np.random.Generator, rows: NDArray[np.int64], labels: NDArray[np.int64]
     ) -> NDArray[np.int64]:
-        """Returns a neighbour for each edge: low ranks more often, in half of the cases of the row's class."""
+        """Returns a neighbour for each edge: low ranks more often, mostly of the row's class."""
         of_class = self.num_nodes // self.num_classes
         rank = (of_class * random.random(len(rows)) ** 2).astype(np.int64)
         classes = random.integers(0, self.num_classes, len(rows))

@@ -67,6 +67,10 @@ class GraphSamples:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves the sampler out, whose threads stay in this process."""
+        return {**self.__dict__, "_sampler": None}
+
     @property
     def features(self) -> int:
         """Features of a node."""
