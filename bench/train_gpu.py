@@ -31,13 +31,17 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("loop, bf16 autocast, compiled", "loop", {"is_compiled": True}),
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
+        ("train --plan auto --compile on", "train", {"mode": "on"}),
         ("Trainer, plan auto", "trainer", {}),
+        ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
     "gpt-1.3b": [
         ("loop, bf16 autocast, compiled", "loop", {"is_compiled": True}),
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
+        ("train --plan auto --compile on", "train", {"mode": "on"}),
         ("Trainer, plan auto", "trainer", {}),
+        ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
     "qwen-3b": [
         ("HybridAdamW in a loop", "hybrid", {}),
@@ -163,7 +167,7 @@ def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> d
     batch, sequence = settings.pop("batch", BATCHES[case][0]), BATCHES[case][1]
     tokens = batch * sequence
     if method == "train":
-        return {"tokens": tokens, **train_by_command(case, batch, steps)}
+        return {"tokens": tokens, **train_by_command(case, batch, steps, **settings)}
     import torch
 
     started = time.perf_counter()
@@ -198,13 +202,24 @@ def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> d
     }
 
 
-def train_by_command(case: str, batch: int, steps: int) -> dict[str, Any]:
+def train_by_command(case: str, batch: int, steps: int, *, mode: str = "auto") -> dict[str, Any]:
     """Runs `pipedejavu train`; its metrics say when each update was made."""
     with tempfile.TemporaryDirectory() as folder:
         run, started = Path(folder) / "run", time.time()
         total = WARM_UP + 50 * steps  # so many repay compiling
         command = [sys.executable, "-m", "pipedejavu", "train", f"zoo:{case}", "--plan", "auto", "--json"]
-        command += ["--batch", str(batch), "--steps", str(total), "--clip-norm", "1", "--checkpoint-every", "0"]
+        command += [
+            "--compile",
+            compile,
+            "--batch",
+            str(batch),
+            "--steps",
+            str(total),
+            "--clip-norm",
+            "1",
+            "--checkpoint-every",
+            "0",
+        ]
         done = subprocess.run([*command, "--run-dir", str(run)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"exit {done.returncode}: {done.stderr[-3000:]}")
@@ -300,7 +315,7 @@ def hybrid(model: Any, case: str, host_gb: float | None = None, **options: Any) 
     return plain_step(model, case, optimizer), dict
 
 
-def trainer(model: Any, case: str) -> tuple[Step, Forecast]:
+def trainer(model: Any, case: str, **options: Any) -> tuple[Step, Forecast]:
     """The Trainer with everything chosen by it."""
     import torch
     from torch.nn.functional import cross_entropy
@@ -310,7 +325,7 @@ def trainer(model: Any, case: str) -> tuple[Step, Forecast]:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     loss = None if case in QWEN else lambda output, ids: cross_entropy(output.flatten(0, 1), ids.flatten())
-    trains = Trainer(model, optimizer, loss=loss, plan="auto", clip_norm=1.0)
+    trains = Trainer(model, optimizer, loss=loss, plan="auto", clip_norm=1.0, **options)
 
     def step(ids: Any) -> Any:
         return trains.step({"input_ids": ids, "labels": ids} if case in QWEN else (ids, ids))
