@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.applier import Applier, as_leaves
+from pipedejavu.engine.batch_loader import BatchLoader
 from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
@@ -69,6 +70,7 @@ class Handlers(JoinedState):
         self.device = device_of(program, index)
         self.job = job = with_moments(job, program.plan.precision)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
+        self.loader = BatchLoader(program, index, batches)
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
         self.check = GradientCheck(job, program.plan, index)
@@ -383,7 +385,7 @@ class Handlers(JoinedState):
         """Copies a value to the device; weights that rest in host memory also stay there."""
         key = value_of(a, HOST)
         if a.what == ValueKind.BATCH:
-            self.values[value_of(a)] = self._inputs(a.microbatch)
+            self.values[value_of(a)] = moved(self.loader.inputs(self.first_microbatch + a.microbatch), self.device)
         elif a.what == ValueKind.OPTIMIZER_STATE:
             self.values[value_of(a)] = self.applier.move_state((a.piece, a.replica), self.device)
         else:
