@@ -13,6 +13,7 @@ from pipedejavu.cli import (
     plan_command,
     probe_command,
     profile_command,
+    reproduce_command,
     runs_command,
     show,
     simulate_command,
@@ -137,6 +138,12 @@ def export(
 ) -> None:
     """Write the newest checkpoint of a run in a format that other tools read."""
     export_command.run(run_dir, folder, to, config, as_json)
+
+
+add_verb(
+    app, "reproduce", reproduce_command.ReproduceRequest, reproduce_command.run,
+    "Run the experiments behind this project, and set today's figures beside published ones.",
+)  # fmt: skip
 
 
 @app.command()
