@@ -47,6 +47,7 @@ class Experiment(NamedTuple):
 EXPERIMENTS = (
     Experiment("mlp-sync", "An MLP on a CPU and a GPU, not synchronised and synchronised", "mlp_sync"),
     Experiment("gpt-forward", "Ten forward passes of a GPT of 10 layers, by device", "gpt_forward", ("torch",)),
+    Experiment("accuracy", "Accuracy against time of training algorithms and corrections", "accuracy_study"),
     Experiment("predictors", "Predictors of time and memory", "predictor_study"),
 )
 

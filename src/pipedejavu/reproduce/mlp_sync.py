@@ -34,10 +34,10 @@ def run(setting: Setting) -> ExperimentFindings:
     for number, device in enumerate(("CPU", "GPU")):
         setting.report(f"{device} worker alone")
         study = _with_device(alone, number)
-        plan = preset("ddp").at(workers=1, microbatches=1)
+        plan = preset("ddp").at(workers=1, microbatches=1, samples=BATCH)
         courses[f"{device} alone"] = StudyRun(study, setting.seed + number).train(plan, updates, size // BATCH)
     setting.report("both workers, synchronised")
-    plan = preset("ddp").at(workers=2, microbatches=1)
+    plan = preset("ddp").at(workers=2, microbatches=1, samples=BATCH // 2)
     courses["synchronised"] = StudyRun(both, setting.seed).train(plan, updates, size // BATCH)
     return _describe(images, widths, epochs, size // BATCH, courses, plan)
 

@@ -7,7 +7,7 @@ and simulated seconds. Times of units are estimated from the cluster's stated ra
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedejavu.engine import AdamW, Byzantine, Job, Optimizer, Sgd
+from pipedejavu.engine.engine_state import put_all, take_all
 from pipedejavu.engine.job import Log
 from pipedejavu.engine.threads import Outcome, Threads
 from pipedejavu.facts import Machine, Profile
@@ -67,8 +68,7 @@ class TrainingStudy:
         is_shared = plan.keep.kind == "shared"
         devices = self.devices[:1] * plan.num_workers if is_shared else self.devices[: plan.num_workers]
         place = plan.place.replace(devices=tuple(devices))
-        feed = plan.feed.replace(samples=self.samples)
-        return compile_plan(plan.replace(place=place, feed=feed), self.profile, self.machine, fold=False)
+        return compile_plan(plan.replace(place=place), self.profile, self.machine, fold=False)
 
     def simulated_s(self, program: Program) -> float:
         """Returns the simulated seconds of one update of each replica."""
@@ -104,6 +104,9 @@ class Course:
     evaluations: list[Evaluated] = field(default_factory=list)
     logs: Sequence[Log] = ()
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    updates: int = 0
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What another plan goes on from."""
 
     @property
     def accuracy(self) -> float:
@@ -131,19 +134,27 @@ class StudyRun:
         updates: int,
         evaluate_every: int = 0,
         byzantine: Byzantine | None = None,
-        watch: Callable[[Threads], None] | None = None,
+        before: Course | None = None,
     ) -> Course:
-        """Trains for so many updates of each replica, in whole rounds; 0 evaluates only at the end."""
+        """Trains for so many updates of each replica, in whole rounds; 0 evaluates only at the end.
+
+        A run goes on from the state of the one `before`, whose updates count.
+        """
         program = self.study.program(plan)
         batches = SampleOrder(self.task, self.cut, program.sizes, self.seed)
-        before = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
         torch.set_num_threads(1)  # each worker is a thread already
         threads = Threads(program, self.job(byzantine=byzantine), batches)
         course, step_s = Course(program), self.study.simulated_s(program)
         per_update, elapsed_s, last = sum(program.sizes), 0.0, 0
+        earlier_s = 0.0
         try:
-            if watch is not None:
-                watch(threads)
+            if before is not None:
+                last = before.updates
+                put_all(threads, last, before.state.get)
+                course.losses, course.evaluations = [*before.losses], [*before.evaluations]
+                elapsed_s = before.evaluations[-1].elapsed_s
+                earlier_s = before.evaluations[-1].simulated_s - last * step_s
             while threads.updates < updates:
                 started = time.perf_counter()
                 threads.run()
@@ -154,13 +165,14 @@ class StudyRun:
                     last = threads.updates
                     outcome = threads.outcome()
                     figures = self.evaluate(program, outcome)
-                    so_far = (last * per_update, elapsed_s, last * step_s)
+                    so_far = (last * per_update, elapsed_s, earlier_s + last * step_s)
                     course.evaluations.append(Evaluated(*so_far, *figures))
             outcome = threads.outcome()
             course.logs, course.weights = outcome.logs, result_of(program, outcome.weights)
+            course.updates, course.state = threads.updates, take_all(threads)
         finally:
             threads.close()
-            torch.set_num_threads(before)
+            torch.set_num_threads(num_threads)
         return course
 
     def evaluate(self, program: Program, outcome: Outcome) -> tuple[float, float]:
