@@ -2,6 +2,7 @@
 
 from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.axis import in_line
+from pipedejavu.plan.correction_rule import CORRECTION_RULES
 from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
 from pipedejavu.plan.layout_rule import LAYOUT_RULES
 from pipedejavu.plan.operator_rule import OPERATOR_RULES, operator_facts
@@ -71,6 +72,7 @@ RULES = (
     *EXPERT_RULES,
     *LAYOUT_RULES,
     *OPERATOR_RULES,
+    *CORRECTION_RULES,
     Rule(
         lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
         "a bidirectional place pairs workers, and {workers} is odd",
@@ -346,6 +348,7 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
     facts: dict[str, object] = plan.axes() | expert_facts(plan, profile) | operator_facts(plan, profile)
     facts |= {
         "precision": str(plan.precision),
+        "correction": plan.version.correction,
         "order": plan.order.kind,
         "place": plan.place.kind,
         "keep": plan.keep.kind,
