@@ -129,6 +129,8 @@ def _count_steps(
     steps = max(1, start.step + -(-left // per_update))
     over = start.samples + (steps - start.step) * per_update - options.epochs * size
     more = f"; the last update has {over} samples of the next" if over > 0 else ""
+    if per_update > size:
+        more += "; an update takes more samples than an epoch has, and a smaller --batch makes more updates"
     return options.replace(steps=steps), (
         f"{options.epochs} {'epoch' if options.epochs == 1 else 'epochs'} of {size} samples: {steps} updates of"
         f" {per_update}{more}"
