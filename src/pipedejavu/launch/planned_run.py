@@ -96,7 +96,7 @@ def plan_run(
         plan = with_mode(plan, options.compile)
     else:
         measured = options, machine, names, ranks, prepared
-        plan, profile = _settle_compile(plan, *measured, steps=options.steps - start.step, renews=renews, eager=eager)
+        plan, profile = _settle_compile(plan, *measured, start=start, renews=renews, eager=eager)
         plan = plan.replace(decisions=(*plan.decisions, *explain_estimates(profile)))
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
@@ -191,7 +191,7 @@ def _settle_compile(
     ranks: RankGroup,
     prepared: list[Prepared],
     *,
-    steps: int,
+    start: RunStart,
     renews: bool,
     eager: Profile | None = None,
 ) -> CompiledPlan:
@@ -206,6 +206,10 @@ def _settle_compile(
     if (asked := asked_plan(plan, options.compile)) is not None:
         return CompiledPlan(asked, eager if eager and not asked.is_compiled else measure(asked))
     eager = eager or measure(plan)
+    counted = options
+    if options.epochs is not None:
+        counted, _ = _count_steps(options, _compile(plan, eager, machine, ranks), ranks, start, prepared)
+    steps = counted.steps - start.step
     refused = refuse_compile(plan, eager, machine, steps)
     refused = Plan.from_json(ranks.broadcast(refused.to_json().encode()))  # hosts may differ in their compilers
     if refused.decisions != plan.decisions:
