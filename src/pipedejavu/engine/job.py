@@ -101,6 +101,15 @@ class Read(NamedTuple):
     """The wave whose consensus was pulled before it; -1 for none."""
 
 
+class Reread(NamedTuple):
+    """A backward that reads other weights than its forward, and their version."""
+
+    piece: int
+    replica: int
+    microbatch: int
+    version: int
+
+
 class Applied(NamedTuple):
     """An update: the microbatches whose gradients it applied, and their coefficient."""
 
@@ -120,7 +129,7 @@ class Scored(NamedTuple):
     score: float
 
 
-Event = Read | Applied | Scored
+Event = Read | Reread | Applied | Scored
 
 
 class _Nothing(list[Event]):

@@ -11,8 +11,9 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.gradient_bucket import GradientBucket
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
+from pipedejavu.hybrid.param_state import ParamState, gradients_of
 from pipedejavu.hybrid.step_options import StepOptions
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, gradients_of
+from pipedejavu.hybrid.unit_state import UnitState
 
 
 class GradientCollector:

@@ -16,6 +16,7 @@ from pipedejavu.hybrid.gradient_collector import GradientCollector
 from pipedejavu.hybrid.head_choice import HeadChoice
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
+from pipedejavu.hybrid.param_state import ParamState
 from pipedejavu.hybrid.placement import (
     Limits,
     MemoryInterval,
@@ -32,7 +33,7 @@ from pipedejavu.hybrid.placement import (
 )
 from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.streamed_state import StreamBuffer, StreamedState
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
+from pipedejavu.hybrid.unit_state import UnitState, size_of
 from pipedejavu.hybrid.weight_staging import WeightStaging
 from pipedejavu.runtime.host_memory import Progress
 from pipedejavu.runtime.host_pages import end_warming

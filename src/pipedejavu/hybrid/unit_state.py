@@ -15,70 +15,18 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit
+from pipedejavu.hybrid.param_state import ParamState
 from pipedejavu.hybrid.placement import Place, UnitSize
 from pipedejavu.optim.arithmetic import AdamState, Part, Scalars, update_
 from pipedejavu.optim.gpu_update import Launch, UnitUpdate, addresses_of, has_kernel, state_in, state_layout
-from pipedejavu.optim.moment_format import MomentFormat
 from pipedejavu.optim.native import NativeTask
-from pipedejavu.optim.state_parts import state_from, state_parts
+from pipedejavu.optim.state_parts import state_from
 from pipedejavu.runtime.host_memory import Progress, Slab, aligned
 from pipedejavu.runtime.lane_event import LaneEvent, now
-
-
-@dataclass(eq=False)
-class ParamState:
-    """The optimizer state of one parameter."""
-
-    name: str
-    parameter: nn.Parameter
-    group: Mapping[str, Any]
-    """Its parameter group in the optimizer, whose learning rate a scheduler may change."""
-    slot: int
-    """Its index among the norms of all gradients."""
-    moments: MomentFormat = "fp32"
-    """The format in which its moments rest."""
-    start: int = 0
-    """Offset in bytes of its state in memory that holds the state of the whole unit."""
-    step: int = 0
-    """Updates that were applied."""
-    arrived: int = 0
-    """Backward passes since the last step that gave it a gradient."""
-    gradient: Tensor | None = None
-    """Its gradient in host memory."""
-    wide_sum: Tensor | None = None
-    """The sum of its bf16 gradients in float32, on the device; None if autograd adds them up in the model."""
-    state: AdamState | None = None
-    shadow: AdamState | None = None
-    """A second copy of its state, which speculative updates write."""
-    out: LaneEvent | None = None
-    """The end of the copy of its gradient to host memory."""
-    _weight: Tensor | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        """Its values in the model, one-dimensional; cached, because making a view holds up the compute lane."""
-        data = self.parameter.data
-        if self._weight is None or self._weight.data_ptr() != data.data_ptr():
-            self._weight = data.view(-1)
-        return self._weight
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        return self.parameter.numel()
-
-    @property
-    def state_bytes(self) -> int:
-        """The bytes of its state alone in memory."""
-        return sum(dtype.itemsize * count for dtype, count in state_parts(self.parameter, self.moments))
-
-    def setting(self) -> tuple[float, tuple[float, float], float, float]:
-        """Returns the present learning rate, betas, eps and weight decay."""
-        return float(self.group["lr"]), tuple(self.group["betas"]), self.group["eps"], self.group["weight_decay"]
 
 
 class WeightSource(Protocol):
@@ -373,12 +321,6 @@ def size_of(unit_state: UnitState) -> UnitSize:
         is_bound_to_host=unit_state.is_windowed or unit_state.is_moved,
         host_place="lean" if unit_state.place == "lean" else "host",
     )
-
-
-def gradients_of(params: Iterable[ParamState]) -> dict[ParamState, Tensor]:
-    """Returns the gradients that parameters have on the device."""
-    gradients = {param: param.parameter.grad if param.wide_sum is None else param.wide_sum for param in params}
-    return {param: gradient for param, gradient in gradients.items() if gradient is not None}
 
 
 def _task(param: ParamState, s: Scalars, weight: Tensor | None, new: AdamState | None) -> NativeTask:

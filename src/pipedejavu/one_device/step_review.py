@@ -18,7 +18,7 @@ from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.model_state import ModelState
-from pipedejavu.hybrid.unit_state import ParamState
+from pipedejavu.hybrid.param_state import ParamState
 from pipedejavu.program import Program
 
 

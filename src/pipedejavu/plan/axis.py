@@ -159,9 +159,23 @@ class Version(Record):
     """Which weights a microbatch reads."""
 
     kind: Literal["sync", "stash", "vertical", "double-buffer", "local", "torn"] = "sync"
+    correction: Literal["none", "weight-prediction", "discrepancy", "delay-compensation"] = "none"
+    """What restores the accuracy that older weights cost. `weight-prediction`: forwards read the newest weights plus
+    their velocity times the updates until the gradient is applied. `discrepancy`: no weights are stashed; backwards
+    read the newest weights minus the velocity times the updates since the forward. `delay-compensation`: gradients g
+    are replaced by g + λ·g⊙g⊙(newest weights − weights that were read)."""
+    decay: float | None = Field(default=None, ge=0, lt=1)
+    """Share of the velocity that is left after as many updates as the stage is late; by default 0 (the last update) for
+    `weight-prediction`, and 0.135 for `discrepancy`."""
+    compensation: float = Field(default=0.04, ge=0)
+    """For `delay-compensation`: λ."""
+    rate_updates: int = Field(default=0, ge=0)
+    """Updates over which the learning rate of a stage rises from its value divided by the stage's delay to its value;
+    0 for no such scaling."""
 
     def __str__(self) -> str:
-        return self.kind
+        parts = [self.kind] + [self.correction] * (self.correction != "none")
+        return " + ".join(parts + [f"rates({self.rate_updates})"] * (self.rate_updates > 0))
 
 
 class Reduce(Record):
