@@ -15,8 +15,13 @@ def adjusted_counts(counts: Sequence[int], times_s: Sequence[float], bounds: Bou
     """Returns the samples per replica for the next round, from those of this round and their times.
 
     Shares are proportional to the rates, clamped to 5 % to 95 % and to the bounds. Nothing changes if the gain is below
-    the dead band.
+    the dead band. A replica without samples stays idle, as it has no rate; the others share what they have.
     """
+    active = [n for n, count in enumerate(counts) if count]
+    if len(active) < len(counts):
+        parts = ([each[n] for n in active] for each in (counts, times_s, bounds))
+        following = dict(zip(active, adjusted_counts(*parts), strict=True))
+        return tuple(following.get(n, 0) for n in range(len(counts)))
     total = sum(counts)
     rates = [count / time if time > 0 else 0.0 for count, time in zip(counts, times_s, strict=True)]
     if len(counts) < 2 or total < len(counts) or min(counts) < 1 or min(rates) <= 0:
