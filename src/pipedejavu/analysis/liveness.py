@@ -13,6 +13,7 @@ from pipedejavu.program.effect import TAKING, Effects, Table, rest_of, resting, 
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import (
     ACTIVATION,
+    BATCH,
     CONSENSUS,
     DEVICE,
     GRADIENT,
@@ -35,6 +36,7 @@ CLASSES = {
     SAVED: "activations",
     ACTIVATION: "activations",
     GRADIENT: "buffers",
+    BATCH: "buffers",
     PUSH: "buffers",
     CONSENSUS: "buffers",
     WORKSPACE: "buffers",
