@@ -208,18 +208,8 @@ def train_by_command(case: str, batch: int, steps: int, *, mode: str = "auto") -
         run, started = Path(folder) / "run", time.time()
         total = WARM_UP + 50 * steps  # so many repay compiling
         command = [sys.executable, "-m", "pipedejavu", "train", f"zoo:{case}", "--plan", "auto", "--json"]
-        command += [
-            "--compile",
-            compile,
-            "--batch",
-            str(batch),
-            "--steps",
-            str(total),
-            "--clip-norm",
-            "1",
-            "--checkpoint-every",
-            "0",
-        ]
+        command += ["--compile", mode, "--batch", str(batch), "--steps", str(total), "--clip-norm", "1"]
+        command += ["--checkpoint-every", "0"]
         done = subprocess.run([*command, "--run-dir", str(run)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"exit {done.returncode}: {done.stderr[-3000:]}")

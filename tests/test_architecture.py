@@ -43,7 +43,8 @@ LEVELS = {
     "planner": 8,
     "session": 9,
     "launch": 10,
-    "cli": 11,
+    "reproduce": 11,
+    "cli": 12,
 }
 """Rooms by their level; a room that does not exist yet has its level already."""
 WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report")

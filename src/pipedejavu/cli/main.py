@@ -14,6 +14,7 @@ from pipedejavu.cli import (
     probe_command,
     profile_command,
     rent_command,
+    reproduce_command,
     runs_command,
     show,
     simulate_command,
@@ -142,6 +143,12 @@ def export(
 ) -> None:
     """Write the newest checkpoint of a run in a format that other tools read."""
     export_command.run(run_dir, folder, to, config, as_json)
+
+
+add_verb(
+    app, "reproduce", reproduce_command.ReproduceRequest, reproduce_command.run,
+    "Run the experiments behind this project, and set today's figures beside published ones.",
+)  # fmt: skip
 
 
 @app.command()

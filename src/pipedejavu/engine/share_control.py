@@ -19,9 +19,14 @@ def adjusted_counts(counts: Sequence[int], times_s: Sequence[float], bounds: Bou
     """
     active = [n for n, count in enumerate(counts) if count]
     if len(active) < len(counts):
-        parts = ([each[n] for n in active] for each in (counts, times_s, bounds))
-        following = dict(zip(active, adjusted_counts(*parts), strict=True))
+        parts = [counts[n] for n in active], [times_s[n] for n in active], [bounds[n] for n in active]
+        following = dict(zip(active, _adjusted(*parts), strict=True))
         return tuple(following.get(n, 0) for n in range(len(counts)))
+    return _adjusted(counts, times_s, bounds)
+
+
+def _adjusted(counts: Sequence[int], times_s: Sequence[float], bounds: Bounds) -> tuple[int, ...]:
+    """Returns the samples per replica for the next round; each has samples now."""
     total = sum(counts)
     rates = [count / time if time > 0 else 0.0 for count, time in zip(counts, times_s, strict=True)]
     if len(counts) < 2 or total < len(counts) or min(counts) < 1 or min(rates) <= 0:

@@ -163,6 +163,8 @@ def describe(
         num_experts=num_experts(module),
         expert_rows=min((rows.num_rows for rows in counted.expert_rows), default=0) / samples,
         expert_row_bytes=sum(rows.size_bytes for rows in counted.expert_rows) / samples,
+        num_convolutions=counted.num_forward("conv"),
+        num_products=counted.num_forward("matmul"),
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,
         pending_bytes=counted.pending_bytes / samples,
