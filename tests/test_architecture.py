@@ -32,6 +32,7 @@ LEVELS = {
     "one_device": 5,
     "search": 5,
     "report": 5,
+    "graph_data": 4,
     "zoo": 5,
     "data": 6,
     "health": 6,

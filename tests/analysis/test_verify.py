@@ -556,6 +556,17 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set keep.kind to 'split', or leave keep.places out",
     ),
     (
+        preset("1f1b").plan.replace(keep=Keep(window="auto")),
+        "keep.window 'auto' is chosen for weights in host memory, and keep 'replicated' has none there",
+        "set keep.kind to 'host', or keep.window to 1",
+    ),
+    (
+        preset("l2l").plan.replace(keep=Keep(kind="host", device_pieces="auto")),
+        "keep.device_pieces 'auto' divides the state of a stage between device and host, and keep 'host' does not, or"
+        " has keep.places",
+        "set keep.kind to 'split' and leave keep.places out, or set keep.device_pieces to 0",
+    ),
+    (
         preset("1f1b").plan.replace(keep=Keep(kind="zero-1", zeros=(0, 2, 0, 1)), reduce=Reduce(wire="reduce-scatter")),
         "keep 'zero-1' is not the highest ZeRO stage in keep.zeros",
         "set keep.kind to the highest of them, or leave keep.zeros out",

@@ -69,8 +69,9 @@ SCORED = {"zeno": [(2, 3), (4, 1)]}
 """Synchronous, but not every gradient counts."""
 SUMS_IN_OTHER_ORDER = ("pipedream-2bw", "hetpipe")
 
-DIVIDED = ("megatron", "stationary-x", "stationary-y", "stationary-w", "moe")
-"""They divide operators or experts, which the models here do not have: see `test_divided_run`, `test_expert_shards`."""
+DIVIDED = ("megatron", "sequence", "vocabulary", "context", "stationary-x", "stationary-y", "stationary-w", "moe")
+"""They divide operators, sequences or experts, which the models here do not have: see `test_divided_run`,
+`test_sequence_run` and `test_expert_shards`."""
 
 ALL = {**SYNCHRONOUS, **VERSIONED, **SCORED, "hogwild": [(3, 3)]}
 SIZED = [(name, *size) for name, sizes in ALL.items() for size in sizes]

@@ -13,6 +13,7 @@ from pipedejavu.cli import (
     plan_command,
     probe_command,
     profile_command,
+    rent_command,
     reproduce_command,
     runs_command,
     show,
@@ -92,6 +93,10 @@ def probe(
 add_verb(
     app, "plan", plan_command.PlanRequest, plan_command.run,
     "Search for the best plan, and say why it is the best and what would be better.",
+)  # fmt: skip
+add_verb(
+    app, "rent", rent_command.RentRequest, rent_command.run,
+    "Compare machines that you could rent: the time and the cost of a whole training on each.",
 )  # fmt: skip
 add_verb(
     app, "profile", profile_command.ProfileRequest, profile_command.run,

@@ -39,8 +39,9 @@ class Job:
     """How strongly an elastic combiner pulls weights and centre together (ρ)."""
     byzantine: Byzantine | None = None
     """Faults to inject into some replicas."""
-    graphs: Callable[[Sequence[tuple[str, nn.Module]], Any], list[UnitGraph]] | None = None
-    """Records consecutive units as graphs, given what the first one takes; plans that divide operators need it."""
+    graphs: Callable[..., list[UnitGraph]] | None = None
+    """Records consecutive units as graphs, given what the first one takes and, to record the loss too, a `LossCall`;
+    plans that divide operators need it."""
     compiler: UnitCompiler | None = None
     """Runs units compiled, if the plan says so; it may have compiled them before. By default a new one."""
 

@@ -11,6 +11,7 @@ import torch
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
+from pipedejavu.facts.start_phase import START
 from pipedejavu.plan import Precision
 from pipedejavu.planner.measure import Make, silent_compiler, with_batches
 from pipedejavu.planner.unit_update import updates_of
@@ -175,7 +176,8 @@ def measure_task(
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision.compute == "fp64" else before)
     try:
-        task = open_task(model, data=data, part=part)
+        with START.phase("build"):
+            task = open_task(model, data=data, part=part)
     finally:
         torch.set_default_dtype(before)
     unit_samples, begins = _unit_samples(task, model, sizes, report)

@@ -291,7 +291,7 @@ def rest_of(program: Program, piece: int) -> Rest:
     index = piece - next(i for i, p in enumerate(program.pieces) if p.stage == stage)
     if keep.places is not None:
         return keep.places[index]
-    return "device" if index < keep.device_pieces else "host"
+    return "device" if index < keep.num_on_device else "host"
 
 
 def resting(program: Program, piece: int) -> tuple[tuple[ValueKind, ValuePlace], ...]:
