@@ -33,6 +33,7 @@ LEVELS = {
     "search": 5,
     "report": 5,
     "zoo": 5,
+    "cluster": 6,
     "data": 6,
     "health": 6,
     "run": 6,
@@ -45,7 +46,7 @@ LEVELS = {
     "cli": 11,
 }
 """Rooms by their level; a room that does not exist yet has its level already."""
-WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report")
+WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report", "cluster")
 TORCH = ("torch", "torchvision", "transformers", "accelerate")
 ONLY_IN_CLI = ("typer", "click")
 ROOT = ("", "__main__")
