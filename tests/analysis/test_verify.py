@@ -556,6 +556,17 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set keep.kind to 'split', or leave keep.places out",
     ),
     (
+        preset("1f1b").plan.replace(keep=Keep(window="auto")),
+        "keep.window 'auto' is chosen for weights in host memory, and keep 'replicated' has none there",
+        "set keep.kind to 'host', or keep.window to 1",
+    ),
+    (
+        preset("l2l").plan.replace(keep=Keep(kind="host", device_pieces="auto")),
+        "keep.device_pieces 'auto' divides the state of a stage between device and host, and keep 'host' does not, or"
+        " has keep.places",
+        "set keep.kind to 'split' and leave keep.places out, or set keep.device_pieces to 0",
+    ),
+    (
         preset("1f1b").plan.replace(keep=Keep(kind="zero-1", zeros=(0, 2, 0, 1)), reduce=Reduce(wire="reduce-scatter")),
         "keep 'zero-1' is not the highest ZeRO stage in keep.zeros",
         "set keep.kind to the highest of them, or leave keep.zeros out",
@@ -695,6 +706,59 @@ BROKEN: list[tuple[Plan, str, str]] = [
         moe(place=Place(shards=2)),
         "the workers of layout 'expert' send 6 rows of their microbatches to 8 experts, of which some get none",
         "use larger microbatches",
+    ),
+    (
+        preset("1f1b").plan.replace(version=Version(correction="weight-prediction")),
+        "correction 'weight-prediction' starts from the newest weights of a stage, which forwards read under version"
+        " 'stash' of order '1f1b-async' only, and the version is 'sync + weight-prediction'",
+        "use version 'stash', as preset:pipedream does, or correction 'delay-compensation' or 'none'",
+    ),
+    (
+        preset("ddp").plan.replace(version=Version(correction="delay-compensation")),
+        "correction 'delay-compensation' needs weights older than the newest, one version for the 8 microbatches of an"
+        " update, and a worker that knows both; version 'sync + delay-compensation' with wire 'all-reduce' and gate"
+        " 'barrier' does not",
+        "use preset:pipedream, preset:pipedream-2bw or preset:parameter-server with it, or correction 'none'",
+    ),
+    (
+        preset("hetpipe").plan.replace(version=Version(kind="stash", correction="discrepancy")),
+        "gate 'bound' adds the waves of other replicas to the weights, which correction 'discrepancy' would take for a"
+        " worker's own updates",
+        "set version.correction to 'none', or use gate 'barrier'",
+    ),
+    (
+        preset("spectrain").plan.replace(
+            place=Place(workers=2, stage_replicas=(2, 1)), feed=Feed(kind="round-robin", microbatches=2)
+        ),
+        "the replicas of a stage read different versions for one update, so its delay is no single number",
+        "use place.replicas in place of place.stage_replicas, or correction 'none' and rate_updates 0",
+    ),
+    (
+        preset("pipemare").plan.replace(order=Order(kind="1f1b-async", recompute=1.0)),
+        "recomputing reads the weights of the forward, and correction 'discrepancy' keeps none of them",
+        "switch order.recompute off, or use correction 'none'",
+    ),
+    (
+        preset("pipemare").plan.replace(is_compiled=True),
+        "correction 'discrepancy' puts other weights into what the forward saved, and compiled units and saved tensors"
+        " that move to the host keep theirs",
+        "switch is_compiled off and keep activations on the device, or use correction 'weight-prediction'",
+    ),
+    (
+        preset("spectrain").plan.replace(precision=Precision(compute="bf16", masters="split")),
+        "correction 'weight-prediction' computes with differences of weights, and split masters have theirs in two"
+        " halves",
+        "set precision.masters to 'fp32'",
+    ),
+    (
+        preset("1f1b").plan.replace(version=Version(rate_updates=3)),
+        "version.rate_updates divides the learning rate by the known delay of a stage, and order '1f1b' has none",
+        "leave version.rate_updates out, or use order '1f1b-async'",
+    ),
+    (
+        preset("pipedream").plan.replace(name="tied", version=Version(kind="stash", rate_updates=3)),
+        "stages that share weights have different delays, and their copies would get different updates",
+        "untie the weights, or use correction 'weight-prediction' or 'discrepancy' without version.rate_updates",
     ),
     (
         Plan(cut=Cut(capacity=1.25)),

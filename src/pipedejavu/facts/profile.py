@@ -146,6 +146,10 @@ class Unit(Record):
     """Rows that its experts take per sample: tokens times experts per token, or slots."""
     expert_row_bytes: PartBytes = 0.0
     """Bytes of those rows per sample: an 'expert' layout sends them there and back."""
+    num_convolutions: int | None = Field(default=None, ge=0)
+    """Convolutions in its forward, whose filters and channels may be divided; None if not known."""
+    num_products: int | None = Field(default=None, ge=0)
+    """Matrix products in its forward, whose columns, rows and heads may be divided; None if not known."""
     activation_bytes: PartBytes = 0.0
     """Bytes that autograd saves for the backward pass, per sample."""
     replicated_bytes: PartBytes = 0.0

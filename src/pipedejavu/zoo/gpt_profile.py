@@ -183,6 +183,8 @@ def _unit(
         },
         flop=sum(product.flop for product in whole.products),
         num_parameters=round(whole.parameters),
+        num_convolutions=0,
+        num_products=len(whole.products),
         parameter_bytes=round(_WEIGHT_BYTES * whole.parameters),
         gradient_bytes=round(_GRADIENT_BYTES * whole.parameters),
         optimizer_bytes=round(_OPTIMIZER_BYTES * whole.parameters),
