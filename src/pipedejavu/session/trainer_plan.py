@@ -16,13 +16,7 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.compile_choice import (
-    CompiledPlan,
-    CompileMode,
-    asked_plan,
-    decide_compile,
-    refuse_compile,
-)
+from pipedejavu.planner.compile_choice import CompiledPlan, CompileMode, asked_plan, decide_compile, refuse_compile
 from pipedejavu.planner.measure import explain_estimates, measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, kept_profile, known_machine, measure_setups
 from pipedejavu.planner.precision_choice import with_precision
