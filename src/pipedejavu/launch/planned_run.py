@@ -35,6 +35,7 @@ from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.chosen_data import data_choice
+from pipedejavu.source.graph_plan import check_blocks
 from pipedejavu.source.initial_weights import describe_dtype
 from pipedejavu.source.model_source import check_sources
 from pipedejavu.source.precision import trained_dtype
@@ -100,6 +101,7 @@ def plan_run(
         plan = plan.replace(decisions=(*plan.decisions, *explain_estimates(profile)))
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
+    check_blocks(options.model, program)
     epochs = ""
     if options.epochs is not None:
         options, epochs = _count_steps(options, program, ranks, start, prepared)
