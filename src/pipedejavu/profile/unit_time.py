@@ -68,6 +68,7 @@ def measure_profile(
         ties=describe_ties(ties, last.units, form),
         drift={each.kind: each.drift for each in measured if each.drift is not None},
         head_forms=merge_forms(forms, 0),
+        batch_bytes=last.input_bytes / last.samples,
         precision=str(precision),
         estimated={each.kind: each.estimated for each in measured if each.estimated},
     )
