@@ -15,6 +15,8 @@ from pipedejavu.source.read_ahead import ReadAhead
 class Counted:
     """Microbatches of three samples; knows which were read, and by which thread."""
 
+    num_changes = 0
+
     def __init__(self, fails_at: int | None = None):
         self.read: list[tuple[int, str]] = []
         self.fails_at = fails_at

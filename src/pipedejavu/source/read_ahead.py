@@ -4,7 +4,7 @@ With `pins` their tensors are in pinned memory, from which a copy to a GPU does 
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -15,10 +15,19 @@ _Read = tuple[Any, Any]
 """Inputs and targets."""
 
 
+class OrderedBatches(Batches, Protocol):
+    """The numbered microbatches of a run."""
+
+    @property
+    def num_changes(self) -> int:
+        """How often the sizes of later microbatches have changed."""
+        ...
+
+
 class ReadAhead:
     """Reads microbatches in order, one ahead, up to the microbatch `end`; any other is read when it is asked for."""
 
-    def __init__(self, batches: Batches, end: int, *, pins: bool = False):
+    def __init__(self, batches: OrderedBatches, end: int, *, pins: bool = False):
         self.batches, self.end, self.pins = batches, end, pins
         self._pool = ThreadPoolExecutor(1, "read-ahead")
         self._present: tuple[int, _Read] | None = None
@@ -39,6 +48,11 @@ class ReadAhead:
     def count(self, microbatch: int) -> int:
         """Returns the number of samples or tokens that count."""
         return self.batches.count(microbatch)
+
+    @property
+    def num_changes(self) -> int:
+        """How often the sizes of later microbatches have changed."""
+        return self.batches.num_changes
 
     def close(self) -> None:
         """Ends the thread."""
