@@ -31,13 +31,17 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("loop, bf16 autocast, compiled", "loop", {"is_compiled": True}),
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
+        ("train --plan auto --compile on", "train", {"mode": "on"}),
         ("Trainer, plan auto", "trainer", {}),
+        ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
     "gpt-1.3b": [
         ("loop, bf16 autocast, compiled", "loop", {"is_compiled": True}),
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
+        ("train --plan auto --compile on", "train", {"mode": "on"}),
         ("Trainer, plan auto", "trainer", {}),
+        ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
     "qwen-3b": [
         ("HybridAdamW in a loop", "hybrid", {}),
@@ -66,6 +70,8 @@ WARM_UP = 4
 """Steps that are not timed."""
 
 Step = Callable[[Any], Any]
+Forecast = Callable[[], dict[str, Any]]
+"""Returns what was forecast; nothing by contenders that forecast nothing."""
 
 
 def main() -> None:
@@ -134,10 +140,26 @@ def print_case(case: str, turns: dict[str, list[dict[str, Any]]]) -> None:
         print(
             f"  {title:34} {step_s:8.4f} s{spread}  {rate / first_rate:5.2f} of the first  {rate:9,.0f} tokens/s"
             f"  GPU {memory[0]:5.1f} / {memory[1]:5.1f} GB  host {max(t['host_gb'] for t in done):5.1f} GB"
-            f"  first update after {firsts} s"
-            + "".join(f"  forecast {turn['forecast_s']:.4f} s" for turn in done[-1:] if turn.get("forecast_s")),
+            f"  first update after {firsts} s",
             flush=True,
         )
+        print_forecast(done[-1], step_s, memory[1])
+        for n, turn in enumerate(done):
+            if phases := turn.get("phases"):
+                parts = ", ".join(f"{name} {time_s:.1f}" for name, time_s in phases.items())
+                print(f"    start of turn {n + 1}: {parts} s", flush=True)
+
+
+def print_forecast(turn: dict[str, Any], step_s: float, reserved_gb: float) -> None:
+    """Prints the forecast of a step and of reserved memory, and how far each is off."""
+    if not turn.get("forecast_s"):
+        return
+    text = f"    forecast {turn['forecast_s']:.4f} s per step, {turn['forecast_s'] / step_s - 1:+.1%}"
+    if turn.get("forecast_reserved_gb") and reserved_gb:
+        text += (
+            f"; {turn['forecast_reserved_gb']:.2f} GB reserved, {turn['forecast_reserved_gb'] / reserved_gb - 1:+.1%}"
+        )
+    print(text, flush=True)
 
 
 def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +167,7 @@ def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> d
     batch, sequence = settings.pop("batch", BATCHES[case][0]), BATCHES[case][1]
     tokens = batch * sequence
     if method == "train":
-        return {"tokens": tokens, **train_by_command(case, batch, steps)}
+        return {"tokens": tokens, **train_by_command(case, batch, steps, **settings)}
     import torch
 
     started = time.perf_counter()
@@ -165,13 +187,14 @@ def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> d
             gc.collect()
             gc.freeze()
             torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()  # those of measurements, and of a first step that allocates
             times.append(time.perf_counter())
     torch.cuda.synchronize()
     return {
         "tokens": tokens,
         "step_s": (time.perf_counter() - times[0]) / steps,
         "first_s": first_s,
-        "forecast_s": forecast(),
+        **forecast(),
         "loss": float(loss),
         "gpu_gb": torch.cuda.max_memory_allocated() / GB,
         "reserved_gb": torch.cuda.max_memory_reserved() / GB,
@@ -179,27 +202,32 @@ def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> d
     }
 
 
-def train_by_command(case: str, batch: int, steps: int) -> dict[str, Any]:
+def train_by_command(case: str, batch: int, steps: int, *, mode: str = "auto") -> dict[str, Any]:
     """Runs `pipedejavu train`; its metrics say when each update was made."""
     with tempfile.TemporaryDirectory() as folder:
         run, started = Path(folder) / "run", time.time()
         total = WARM_UP + 50 * steps  # so many repay compiling
         command = [sys.executable, "-m", "pipedejavu", "train", f"zoo:{case}", "--plan", "auto", "--json"]
-        command += ["--batch", str(batch), "--steps", str(total), "--clip-norm", "1", "--checkpoint-every", "0"]
+        command += ["--compile", mode, "--batch", str(batch), "--steps", str(total), "--clip-norm", "1"]
+        command += ["--checkpoint-every", "0"]
         done = subprocess.run([*command, "--run-dir", str(run)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"exit {done.returncode}: {done.stderr[-3000:]}")
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads(done.stdout)
     elapsed = [row["elapsed_s"] for row in rows if "elapsed_s" in row]
+    starts = [row["start"] for row in rows if "start" in row]
     print(done.stderr, file=sys.stderr)
     return {
         "step_s": statistics.median(b - a for a, b in zip(elapsed[WARM_UP:], elapsed[WARM_UP + 1 :], strict=False)),
-        "first_s": time.time() - started - (elapsed[-1] - elapsed[0]),
+        "first_s": sum(phases.pop("total") for phases in starts),
+        "phases": {name: time_s for phases in starts for name, time_s in phases.items()},
+        "command_s": time.time() - started,
         "forecast_s": summary["expected_s"],
+        "forecast_reserved_gb": summary["predicted_reserved_bytes"] / GB,
         "loss": summary["last_loss"],
         "gpu_gb": max(row.get("peak_gpu_bytes", 0) for row in rows) / GB,
-        "reserved_gb": 0.0,
+        "reserved_gb": max(row.get("peak_reserved_bytes", 0) for row in rows) / GB,
         "host_gb": max(row.get("peak_bytes", 0) for row in rows) / GB,
         "said": done.stderr,
     }
@@ -235,7 +263,7 @@ def loss_of(model: Any, case: str, ids: Any) -> Any:
     return cross_entropy(model(ids).flatten(0, 1), ids.flatten())
 
 
-def loop(model: Any, case: str, *, is_compiled: bool = False) -> tuple[Step, Callable[[], Any]]:
+def loop(model: Any, case: str, *, is_compiled: bool = False) -> tuple[Step, Forecast]:
     """The loop that a user would write: autocast, fused AdamW, clipping."""
     import torch
 
@@ -251,7 +279,7 @@ def loop(model: Any, case: str, *, is_compiled: bool = False) -> tuple[Step, Cal
         optimizer.zero_grad()
         return loss.detach()
 
-    return step, lambda: None
+    return step, dict
 
 
 def plain_step(model: Any, case: str, optimizer: Any) -> Step:
@@ -267,44 +295,51 @@ def plain_step(model: Any, case: str, optimizer: Any) -> Step:
     return step
 
 
-def hybrid(model: Any, case: str, host_gb: float | None = None, **options: Any) -> tuple[Step, Callable[[], Any]]:
+def hybrid(model: Any, case: str, host_gb: float | None = None, **options: Any) -> tuple[Step, Forecast]:
     """HybridAdamW in a plain loop; the model checkpoints its own layers."""
     from pipedejavu import HybridAdamW
 
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     host_budget = "auto" if host_gb is None else int(host_gb * GB)
     optimizer = HybridAdamW(model, lr=1e-4, clip_norm=1.0, device="cuda", host_budget=host_budget, **options)
-    return plain_step(model, case, optimizer), lambda: None
+    return plain_step(model, case, optimizer), dict
 
 
-def trainer(model: Any, case: str) -> tuple[Step, Callable[[], Any]]:
+def trainer(model: Any, case: str, **options: Any) -> tuple[Step, Forecast]:
     """The Trainer with everything chosen by it."""
     import torch
     from torch.nn.functional import cross_entropy
 
     from pipedejavu import Trainer
+    from pipedejavu.facts.start_phase import START
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     loss = None if case in QWEN else lambda output, ids: cross_entropy(output.flatten(0, 1), ids.flatten())
-    trains = Trainer(model, optimizer, loss=loss, plan="auto", clip_norm=1.0)
+    trains = Trainer(model, optimizer, loss=loss, plan="auto", clip_norm=1.0, **options)
 
     def step(ids: Any) -> Any:
         return trains.step({"input_ids": ids, "labels": ids} if case in QWEN else (ids, ids))
 
-    return step, lambda: trains.predict().chance.mean_s
+    def forecast() -> dict[str, Any]:
+        prediction = trains.predict()
+        reserved = max(worker.reserved_bytes or 0 for worker in prediction.workers)
+        phases = {name: round(time_s, 3) for name, time_s in START.seconds.items()}
+        return {"forecast_s": prediction.chance.mean_s, "forecast_reserved_gb": reserved / GB, "phases": phases}
+
+    return step, forecast
 
 
-def torchao(model: Any, case: str) -> tuple[Step, Callable[[], Any]]:
+def torchao(model: Any, case: str) -> tuple[Step, Forecast]:
     """CPUOffloadOptimizer of torchao: bf16 moments on the host, no clipping."""
     import torch
     from torchao.optim import CPUOffloadOptimizer
 
     model.cuda().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, offload_gradients=True, lr=1e-4, fused=True)
-    return plain_step(model, case, optimizer), lambda: None
+    return plain_step(model, case, optimizer), dict
 
 
-def zero_2(model: Any, case: str) -> tuple[Step, Callable[[], Any]]:
+def zero_2(model: Any, case: str) -> tuple[Step, Forecast]:
     """DeepSpeed ZeRO-2 with its optimizer on the host."""
     import deepspeed
 
@@ -325,10 +360,10 @@ def zero_2(model: Any, case: str) -> tuple[Step, Callable[[], Any]]:
         engine.step()
         return loss.detach()
 
-    return step, lambda: None
+    return step, dict
 
 
-CONTENDERS: dict[str, Callable[..., tuple[Step, Callable[[], Any]]]] = {
+CONTENDERS: dict[str, Callable[..., tuple[Step, Forecast]]] = {
     "loop": loop,
     "hybrid": hybrid,
     "trainer": trainer,

@@ -32,6 +32,7 @@ LEVELS = {
     "one_device": 5,
     "search": 5,
     "report": 5,
+    "graph_data": 4,
     "zoo": 5,
     "data": 6,
     "health": 6,
@@ -42,7 +43,8 @@ LEVELS = {
     "planner": 8,
     "session": 9,
     "launch": 10,
-    "cli": 11,
+    "reproduce": 11,
+    "cli": 12,
 }
 """Rooms by their level; a room that does not exist yet has its level already."""
 WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pipedejavu.hybrid import HybridAdamW
     from pipedejavu.plan import Plan, preset, presets
     from pipedejavu.program import Program, compile  # noqa: A004
+    from pipedejavu.runtime.host_pages import warm_host_memory
     from pipedejavu.session import Callback, Checkpoints, Trainer
     from pipedejavu.session.top_level import plan, probe, profile, simulate
     from pipedejavu.source.deferred_init import build_model
@@ -44,6 +45,7 @@ _ROOMS = {
     "preset": "plan",
     "presets": "plan",
     "verify": "analysis",
+    "warm_host_memory": "runtime.host_pages",
 }
 _CALLABLE = ("plan", "probe", "profile", "simulate")
 """Packages that are also functions."""
@@ -70,6 +72,7 @@ __all__ = [
     "profile",
     "simulate",
     "verify",
+    "warm_host_memory",
 ]
 
 

@@ -556,6 +556,17 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set keep.kind to 'split', or leave keep.places out",
     ),
     (
+        preset("1f1b").plan.replace(keep=Keep(window="auto")),
+        "keep.window 'auto' is chosen for weights in host memory, and keep 'replicated' has none there",
+        "set keep.kind to 'host', or keep.window to 1",
+    ),
+    (
+        preset("l2l").plan.replace(keep=Keep(kind="host", device_pieces="auto")),
+        "keep.device_pieces 'auto' divides the state of a stage between device and host, and keep 'host' does not, or"
+        " has keep.places",
+        "set keep.kind to 'split' and leave keep.places out, or set keep.device_pieces to 0",
+    ),
+    (
         preset("1f1b").plan.replace(keep=Keep(kind="zero-1", zeros=(0, 2, 0, 1)), reduce=Reduce(wire="reduce-scatter")),
         "keep 'zero-1' is not the highest ZeRO stage in keep.zeros",
         "set keep.kind to the highest of them, or leave keep.zeros out",
@@ -697,6 +708,70 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "use larger microbatches",
     ),
     (
+        preset("1f1b").plan.replace(version=Version(correction="weight-prediction")),
+        "correction 'weight-prediction' starts from the newest weights of a stage, which forwards read under version"
+        " 'stash' of order '1f1b-async' only, and the version is 'sync + weight-prediction'",
+        "use version 'stash', as preset:pipedream does, or correction 'delay-compensation' or 'none'",
+    ),
+    (
+        preset("ddp").plan.replace(version=Version(correction="delay-compensation")),
+        "correction 'delay-compensation' needs weights older than the newest, one version for the 8 microbatches of an"
+        " update, and a worker that knows both; version 'sync + delay-compensation' with wire 'all-reduce' and gate"
+        " 'barrier' does not",
+        "use preset:pipedream, preset:pipedream-2bw or preset:parameter-server with it, or correction 'none'",
+    ),
+    (
+        preset("hetpipe").plan.replace(version=Version(kind="stash", correction="discrepancy")),
+        "gate 'bound' adds the waves of other replicas to the weights, which correction 'discrepancy' would take for a"
+        " worker's own updates",
+        "set version.correction to 'none', or use gate 'barrier'",
+    ),
+    (
+        preset("spectrain").plan.replace(
+            place=Place(workers=2, stage_replicas=(2, 1)), feed=Feed(kind="round-robin", microbatches=2)
+        ),
+        "the replicas of a stage read different versions for one update, so its delay is no single number",
+        "use place.replicas in place of place.stage_replicas, or correction 'none' and rate_updates 0",
+    ),
+    (
+        preset("pipemare").plan.replace(order=Order(kind="1f1b-async", recompute=1.0)),
+        "recomputing reads the weights of the forward, and correction 'discrepancy' keeps none of them",
+        "switch order.recompute off, or use correction 'none'",
+    ),
+    (
+        preset("pipemare").plan.replace(is_compiled=True),
+        "correction 'discrepancy' puts other weights into what the forward saved, and compiled units and saved tensors"
+        " that move to the host keep theirs",
+        "switch is_compiled off and keep activations on the device, or use correction 'weight-prediction'",
+    ),
+    (
+        preset("spectrain").plan.replace(precision=Precision(compute="bf16", masters="split")),
+        "correction 'weight-prediction' computes with differences of weights, and split masters have theirs in two"
+        " halves",
+        "set precision.masters to 'fp32'",
+    ),
+    (
+        preset("1f1b").plan.replace(version=Version(rate_updates=3)),
+        "version.rate_updates divides the learning rate by the known delay of a stage, and order '1f1b' has none",
+        "leave version.rate_updates out, or use order '1f1b-async'",
+    ),
+    (
+        preset("pipedream").plan.replace(name="tied", version=Version(kind="stash", rate_updates=3)),
+        "stages that share weights have different delays, and their copies would get different updates",
+        "untie the weights, or use correction 'weight-prediction' or 'discrepancy' without version.rate_updates",
+    ),
+    (
+        preset("stationary-x").plan.replace(name="dense"),
+        "layout 'stationary-x' divides the filters and channels of convolutions, and model 'model' has no convolution",
+        "use preset:megatron, or a model with convolutions",
+    ),
+    (
+        preset("megatron").plan.replace(name="dense"),
+        "layout 'head, row, col' divides pairs of layers, of which one sums over the other's outputs, and model 'model'"
+        " has 1 matrix products and 0 convolutions",
+        "use preset:ddp, or a model with more layers",
+    ),
+    (
         Plan(cut=Cut(capacity=1.25)),
         "cut.capacity limits the rows of experts, and cut 'whole(1.25)' divides none",
         "leave cut.capacity out, or use layout 'expert'",
@@ -714,7 +789,9 @@ def told(plan: Plan, profile) -> tuple[str, ...]:
 def profile_for(plan: Plan, model):
     profile = model(8, tie=(0, 7)) if plan.name == "tied" else model(8)
     if plan.name == "dense":
-        profile = profile.replace(units=tuple(unit.replace(expert_share=0.0, num_experts=0) for unit in profile.units))
+        none = {"expert_share": 0.0, "num_experts": 0, "num_convolutions": 0, "num_products": 0}
+        first, *others = (unit.replace(**none) for unit in profile.units)
+        profile = profile.replace(units=(first.replace(num_products=1), *others))
     return profile
 
 

@@ -107,6 +107,16 @@ def test_a_mean_over_samples_equals_a_plain_loop_with_unequal_microbatches(name,
     train(classifier, MEANS[name], batches, lambda model, b: MEANS[name](model(b[0]), b[1]), plan)
 
 
+def test_a_sum_is_divided_by_the_samples_and_the_trainer_says_so(capsys) -> None:
+    total = nn.CrossEntropyLoss(reduction="sum")
+    batches = [(tokens(n, n), tokens(n, n + 1)[:, 0]) for n in (10, 9)]
+    train(classifier, total, batches, lambda model, b: total(model(b[0]), b[1]) / len(b[1]))
+    said = capsys.readouterr().err
+    assert said.count("the loss is a sum over samples, and a step divides it by their number, which a plain loop") == 1
+    train(classifier, MEANS["module"], batches, lambda model, b: MEANS["module"](model(b[0]), b[1]))
+    assert "the loss is a sum" not in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("ignored", [-100, 2])
 def test_labels_that_do_not_count_have_no_weight(ignored) -> None:
     mean = nn.CrossEntropyLoss(ignore_index=ignored)

@@ -139,7 +139,9 @@ def test_nothing_fits_is_one_sentence_with_what_would(tmp_path: Path) -> None:
 
 def test_faults_are_one_sentence(tmp_path: Path) -> None:
     asked = files(tmp_path, profile([1e-3]), machine(["fast"]))
-    assert "--price is KIND=PRICE, such as a100=2.5, not 'a100'" in refused("plan", *asked, "--price", "a100")
+    assert "--price is KIND=NUMBER, 0 or more, such as a100=2.5, not 'a100'" in refused(
+        "plan", *asked, "--price", "a100"
+    )
     assert "do not make up a batch of 8" in refused("plan", *asked, "--batch", "8", "--samples", "3")
     assert "searcher" in refused("plan", *asked, "--search", "magic")
     batch = refused("train", "zoo:mlp", "--plan", "preset:1f1b", "--batch", "8")

@@ -1,7 +1,9 @@
 """Files as samples: what windows and chats hold, and what is said of files that cannot be used."""
 
 import json
+from itertools import pairwise
 
+import numpy
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -12,6 +14,7 @@ from pipedejavu.data.data_choice import DataChoice, check_choice
 from pipedejavu.data.data_files import find_files
 from pipedejavu.data.data_source import open_choice, open_held_out, open_tokens
 from pipedejavu.data.text_tokenizer import ByteTokenizer, check_vocabulary, find_tokenizer
+from pipedejavu.data.token_data import pack
 from pipedejavu.facts import InputError
 from pipedejavu.zoo.form import ImageForm, TokenForm
 
@@ -391,3 +394,46 @@ def test_one_text_is_a_stream_without_positions(tmp_path) -> None:
     (tmp_path / "a.txt").write_text("x" * 30)
     data = open_choice(DataChoice(name=str(tmp_path / "a.txt")), FORM, default="stdlib", separates=lambda: True)
     assert isinstance(data.batch([0])[0], torch.Tensor)
+
+
+def test_records_share_rows_whole_each_with_positions_and_answers_of_its_own(tmp_path, capsys) -> None:
+    file = tmp_path / "a.jsonl"
+    write(file, *({"prompt": p, "completion": c} for p, c in (("ab", "c"), ("2+2=", "4"), ("x", "y"), ("long", "est"))))
+    packed = open_choice(DataChoice(name=str(file)), FORM, default="stdlib", separates=lambda: True)
+    assert len(packed) == 3
+    (tokens, positions), targets = packed.batch([2, 0, 1])
+    # inputs of 3, 5, 2 and 7 tokens, the end token being a target alone: the longest has a row, 5 + 3 share one
+    assert bytes(tokens[1].tolist()) == b"longest\0"
+    assert bytes(tokens[2].tolist()) == b"abc2+2=4"
+    assert positions[2].tolist() == [0, 1, 2, 0, 1, 2, 3, 4]
+    assert targets[2].tolist() == [-100, ord("c"), 0, -100, -100, -100, ord("4"), 0]
+    assert bytes(tokens[0].tolist()) == b"xy" + bytes(6)
+    assert positions[0].tolist() == [0, 1, *range(6)]  # the padding is a record of its own
+    assert targets[0].tolist() == [ord("y"), 0, *[-100] * 6]
+    rows = opened(file)
+    assert "the model does not take several records in a row" not in capsys.readouterr().err  # the tokens are cached
+    assert len(rows) == 4
+    counted = [
+        sorted(t for t in data.batch(range(len(data)))[1].flatten().tolist() if t >= 0) for data in (packed, rows)
+    ]
+    assert counted[0] == counted[1]
+    with pytest.raises(InputError, match=r"--packing stream is for texts, and .* has prompts and answers, which would"):
+        opened(file, packing="stream")
+
+
+def test_a_model_that_does_not_separate_records_reads_one_per_row_and_the_run_says_so(tmp_path, capsys) -> None:
+    write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"})
+    assert len(opened(tmp_path / "a.jsonl")) == 2
+    assert "the model does not take several records in a row, so each of" in capsys.readouterr().err
+
+
+def test_packed_rows_hold_each_record_once_and_are_as_full_as_the_lengths_allow() -> None:
+    draws = numpy.random.default_rng(0)
+    for context in (8, 64, 1000):
+        lengths = numpy.minimum(draws.geometric(4 / context, 3000), context)
+        numbers, begins = pack(lengths, context)
+        rows = [numbers[a:b] for a, b in pairwise(begins)]
+        assert sorted(numbers.tolist()) == [*range(3000)]
+        assert all(0 < lengths[row].sum() <= context and (numpy.diff(row) > 0).all() for row in rows)
+        # best fit, the longest first, needs at most 11/9 of the fewest rows and one more
+        assert len(rows) <= 11 / 9 * -(-lengths.sum() // context) + 1

@@ -1,5 +1,6 @@
 """Every place that a unit's state can have, mixed at random; and lanes that are late or fail."""
 
+import copy
 import random
 import time
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from pipedejavu.hybrid import state_placer
+from pipedejavu.hybrid.hybrid_adamw import HybridAdamW
 from pipedejavu.hybrid.placement import Placement, host_bytes
 from pipedejavu.optim.native import HostUpdate
 
@@ -157,3 +159,29 @@ def test_what_an_update_raises_reaches_the_caller(lab: Any, monkeypatch: pytest.
     with pytest.raises(BrokenError, match="the lane broke"):
         lab.train(model, optimizer, range(2, 5))
     optimizer._lanes.close()
+
+
+def test_gradients_that_leave_early_keep_copies_of_weights_only_while_the_host_has_room_for_all() -> None:
+    """In the first backward pass units go to the host from the last on, before a placement is chosen."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(4)))
+    trained, plans = [], []
+    for budget in ("auto", None):
+        other = copy.deepcopy(model).bfloat16()
+        if budget is None:  # room for the copies of two units of four, and for the two buffers of the others
+            sizes = plans[0][1]
+            budget = sum(size.no_copy_bytes for size in sizes) + 4 * max(size.gradient_bytes for size in sizes)
+        optimizer = HybridAdamW(other, lr=1e-2, clip_norm=1.0, host_budget=budget, gpu_units=0)
+        optimizer.scheduler.meter.sends_all = True
+        for step in range(3):
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)).bfloat16()
+            (other(x) - x).square().mean().backward()
+            optimizer.step()
+        plans.append((optimizer.plan, optimizer.scheduler.model_state.sizes))
+        trained.append({name: tensor.clone() for name, tensor in other.state_dict().items()})
+        optimizer.close()
+    assert plans[0][0].places == ("host",) * 4
+    assert plans[1][0].places == ("lean", "lean", "host", "host")
+    assert plans[1][0].host_bytes <= budget
+    assert not any("ran out" in reason for reason in plans[1][0].reasons)
+    assert all(torch.equal(tensor, trained[1][name]) for name, tensor in trained[0].items())

@@ -45,13 +45,16 @@ ROWS: dict[str, dict[str, Any]] = {
     "dualpipe-v": {**_V, "order": "dualpipe-v"},
     "l2l": {
         "cut": "chain", "order": "layer-major", "recompute": "all", "prefetch": 1, "is_eager": True,
-        "keep": "host", "window": 1,
+        "keep": "host", "window": 1, "activations": "host",
     },
     "zero-1": {**_ZERO, "keep": "zero-1"},
     "zero-2": {**_ZERO, "keep": "zero-2"},
     "zero-3": {**_ZERO, "keep": "zero-3"},
     "zero-r": {**_ZERO, "keep": "zero-2", "recompute": "all", "activations": "host"},
     "megatron": {**_MESH, "layouts": ("head", "row", "col", "row")},
+    "sequence": {**_MESH, "layouts": ("head", "row", "col", "row", "sequence")},
+    "vocabulary": {**_MESH, "layouts": ("head", "row", "col", "row", "sequence", "vocabulary")},
+    "context": {**_MESH, "layouts": ("context",)},
     "stationary-x": {**_MESH, "layouts": ("stationary-x",)},
     "stationary-y": {**_MESH, "layouts": ("stationary-y",)},
     "stationary-w": {**_MESH, "layouts": ("stationary-w",)},
@@ -80,13 +83,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "fine": {"cut": "chain", "is_line": True, "order": "1f1b", "is_eager": True, "keep": "split"},
 }  # fmt: skip
 
-NOT_IN_THE_TABLE = {"model-parallel", "zero-offload"}
+NOT_IN_THE_TABLE = {"model-parallel", "zero-offload", "spectrain", "pipemare", "dc-asgd"}
 
 _BY_UNIT = "eager divides a stage into units, and an operator's collective stands beside its unit"
 _ONE_DEVICE = "on one device an order that is not layer-major has one stage; `keep` speaks of its pieces"
 
 DEPARTURES: dict[str, dict[str, tuple[Any, str]]] = {
-    "megatron": {"is_eager": (True, _BY_UNIT)},
+    **{name: {"is_eager": (True, _BY_UNIT)} for name in ("megatron", "sequence", "vocabulary", "context")},
     "stationary-x": {"is_eager": (True, _BY_UNIT)},
     "stationary-y": {"is_eager": (True, _BY_UNIT)},
     "stationary-w": {"is_eager": (True, _BY_UNIT)},
@@ -97,6 +100,7 @@ DEPARTURES: dict[str, dict[str, tuple[Any, str]]] = {
     "stronghold": {
         "cut": ("whole", _ONE_DEVICE),
         "prefetch": (1, "beside the window: the layer that comes in while one of the window's two runs is two ahead"),
+        "window": ("auto", "the paper's is chosen by its own analytical model, and the table's figure is an example"),
     },
 }
 """Where a preset differs from the table on purpose, with its value and the reason."""

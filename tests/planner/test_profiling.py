@@ -104,8 +104,7 @@ def test_sequences_are_as_long_as_asked_or_as_the_config_says(tmp_path: Path) ->
     assert estimate_model(model, 1, machine, quiet, context=512).sample == "512 int64"
     with pytest.raises(InputError, match="--context is 701, and the configuration has 1 to 700 positions"):
         estimate_model(model, 1, machine, quiet, context=701)
-    with pytest.raises(InputError, match="--context is for hf: models; 'gpt-tiny' brings sequences of its own length"):
-        estimate_model("gpt-tiny", 1, machine, quiet, context=64)
+    assert estimate_model("gpt-tiny", 1, machine, quiet, context=64).sample == "64 int64"
 
 
 def test_a_model_of_any_size_is_estimated(tmp_path: Path) -> None:

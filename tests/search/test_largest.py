@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipedejavu.facts import Edge, InputError
+from pipedejavu.facts import Edge, InputError, Profile
 from pipedejavu.search import SearchOptions, exhaustive, find_largest, search
 from pipedejavu.search.feasibility import is_feasible
 from pipedejavu.search.plan_pool import Pool
@@ -77,3 +77,23 @@ def test_where_even_the_smallest_does_not_fit_the_remedy_is_told() -> None:
 
 def test_other_objectives_ask_for_nothing_larger() -> None:
     assert find_largest(profile([1e-3]), machine(["fast"]), SearchOptions()) is None
+
+
+def test_the_longest_context_is_the_last_that_fits() -> None:
+    # 256 tokens keep 10 bytes per sample in each of two units.
+    def with_context(tokens: int) -> Profile:
+        return profile([1e-3] * 2, saved=10.0 * tokens / 256, boundary=0.0).replace(name=f"{tokens} tokens")
+
+    place = machine(["fast"], room=124)
+    options = SearchOptions(objective="context", batch=1, is_runnable=True)
+    largest = find_largest(with_context(256), place, options, with_context=with_context)
+    assert largest is not None
+    tokens = int(largest.profile.name.split()[0])
+    assert largest.text == f"a context of {tokens:,} tokens is the longest that fits, in steps of 256"
+    assert search(largest.profile, place, largest.options).best is not None
+    assert search(with_context(tokens + 256), place, largest.options).best is None
+
+
+def test_a_context_is_of_a_model_that_can_have_another() -> None:
+    with pytest.raises(InputError, match="objective 'context' needs a model whose context can be changed; give it by"):
+        find_largest(profile([1e-3]), machine(["fast"]), SearchOptions(objective="context"))

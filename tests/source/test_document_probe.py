@@ -21,12 +21,14 @@ def llama(**settings):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=60, **SHAPE, **settings))
 
 
-def qwen():
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(vocab_size=60, num_key_value_heads=2, **SHAPE))
+def qwen(**settings):
+    settings = {"num_key_value_heads": 2, **SHAPE, **settings}
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(vocab_size=60, **settings))
 
 
-def gpt2():
+def gpt2(attention_dropout=0.1):
     ends = {"bos_token_id": 0, "eos_token_id": 0}
+    ends |= {f"{part}_pdrop": attention_dropout for part in ("attn", "resid", "embd")}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=60, n_embd=32, n_layer=2, n_head=4, **ends))
 
 
@@ -94,6 +96,42 @@ def test_a_packed_row_has_the_loss_and_the_gradients_of_its_documents_alone(fold
         assert abs(task.loss(task.model(**ids), targets).item() - alone[0]) > 1e-6
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("make", [llama, qwen, gpt2])
+def test_packed_chats_have_the_loss_and_the_gradients_of_each_chat_alone(folder, make) -> None:
+    """Models as they come, in float64, whole and cut into units; each chat alone is masked by hand."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = make(attention_dropout=0.0)
+        model.config.save_pretrained(folder)
+        chats = [([2 + n % 5] * (1 + n % 4), [7 + (n * k) % 50 for k in range(1, 2 + n % 6)]) for n in range(12)]
+        lines = [{"prompt": words(asked) + " ", "completion": words(answer)} for asked, answer in chats]
+        (folder / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        task = open_task(f"hf:{folder}", data=DataChoice(name=str(folder / "data.jsonl"), context=16))
+        assert len(task.data) < len(chats)
+        inputs, targets = task.data.batch(range(len(task.data)))
+        cut = cut_model(task.model, inputs)
+        runs = {"whole": lambda: task.model(**inputs), "cut": lambda: run_units(cut, inputs)}
+        packed = {name: gradients(task, task.loss(run(), targets)) for name, run in runs.items()}
+        alone = gradients(task, sum(loss_alone(task.model, *chat) for chat in chats))
+        for loss, grads in packed.values():
+            assert loss == pytest.approx(alone[0], rel=1e-12)
+            assert all(torch.allclose(grads[name], alone[1][name], rtol=0, atol=1e-12) for name in grads)
+        assert task.count(targets) == sum(len(answer) + 1 for _, answer in chats)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def words(ids):
+    return " ".join(f"w{n}" for n in ids)
+
+
+def loss_alone(model, asked, answer):
+    """Returns the sum over the answer's tokens and the end token, as a user would compute it for one chat."""
+    ids = torch.tensor([[*asked, *answer, 1]])
+    logits = model(input_ids=ids).logits[0, len(asked) - 1 : -1]
+    return torch.nn.functional.cross_entropy(logits, ids[0, len(asked) :], reduction="sum")
 
 
 def run_units(cut, inputs):

@@ -13,6 +13,7 @@ from pipedejavu.program.action import (
     COMPUTE_KINDS,
     DROP,
     FETCH,
+    FORWARD,
     GATHER,
     GRADIENT_KINDS,
     NET_KINDS,
@@ -25,6 +26,7 @@ from pipedejavu.program.action import (
     value_of,
 )
 from pipedejavu.program.effect import TAKING, Effects, Table, resting
+from pipedejavu.program.offload_time import BUCKETS
 from pipedejavu.program.program import GroupRole, Program
 from pipedejavu.program.value import (
     ACTIVATION,
@@ -33,6 +35,7 @@ from pipedejavu.program.value import (
     HOST,
     OPTIMIZER_STATE,
     PUSH,
+    SAVED,
     WEIGHT_GRADIENT,
     WEIGHTS,
     Value,
@@ -125,7 +128,7 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
     worker, ops, members = graph.program.workers[index], graph.of_action[index], graph.members
     tails: dict[str, int] = {}  # the last operation of each lane
     in_order: set[int] = set()  # operations of a compute lane that keeps its order
-    rows, reuse = table.rows, _ReuseEdges(graph, table.scatters_gradient)
+    rows, reuse = table.rows, _ReuseEdges(graph, table)
     data = _DataEdges(graph, index, initial, in_order, reuse)
     for position, a in enumerate(worker.actions):
         kind, op = a[0], ops[position]
@@ -146,19 +149,20 @@ def _connect(graph: Graph, index: int, table: Table, initial: Initial) -> None:
             data.remove(a, taken)
 
 
-_REUSING = frozenset((DROP, OFFLOAD, FETCH, GATHER, UPDATE, REDUCE, *GRADIENT_KINDS))
+_REUSING = frozenset((FORWARD, DROP, OFFLOAD, FETCH, GATHER, UPDATE, REDUCE, *GRADIENT_KINDS))
 """Kinds that free memory on the device, or wait for it."""
-BUCKETS = 2
-"""Whole gradients of pieces that divide them (ZeRO-2 and 3) which may wait for their sum: a backward that begins
-another waits for the memory of the first."""
 
 
 class _ReuseEdges:
     """Edges from an action that frees memory, or reads it last, to the next action that needs it."""
 
-    def __init__(self, graph: Graph, scatters_gradient: list[bool]):
-        self.graph, self.scattered = graph, scatters_gradient
+    def __init__(self, graph: Graph, table: Table):
+        self.graph, self.scattered = graph, table.scatters_gradient
+        self.leaves = [rest == "window" for rest in table.rests]
+        """By piece, whether its gradients leave the device, whose memory must not grow with the number of pieces."""
         offloads_activations = graph.program.plan.keep.activations == "host"
+        self.stashes: list[int] | None = [] if offloads_activations and any(self.leaves) else None
+        """The operations that copy activations to the host, if forwards wait for the memory that they free."""
         in_order = frozenset((ACTIVATION,)) if offloads_activations else frozenset[ValueKind]()
         self.tracked = {True: in_order, False: in_order | {WEIGHTS}}
         """Kinds of values whose readers count, for actions in the order of compute and for others."""
@@ -167,20 +171,24 @@ class _ReuseEdges:
         self.last_freed = -1
         """The last backward or OFFLOAD of optimizer state: the next state is fetched into the memory that it frees."""
         self.begun: set[Value] = set()
-        """Gradients that are divided once they are summed, and have begun."""
-        self.scatters: list[int] = []
-        """The operations that sum and divide them."""
+        """Gradients that are divided once they are summed, or leave the device, and have begun."""
+        self.departures: list[int] = []
+        """The operations that sum and divide them, or copy them to the host."""
 
     def add(self, a: Action, op: int) -> None:
         kind, what = a[0], a[5]
-        if kind in GRADIENT_KINDS:
+        if kind == FORWARD:
+            size = self.graph.program.update_size
+            if self.stashes is not None and len(self.stashes) > size:  # a layer's activations, and one more
+                self._after(self.stashes[-size - 1], op)
+        elif kind in GRADIENT_KINDS:
             self.last_freed = op
-            if self.scattered[a.piece]:
+            if self.scattered[a.piece] or self.leaves[a.piece]:
                 self._begin_gradient(a, op)
         elif kind == REDUCE:
             # Tied parameters are summed over pieces after that, in the shards.
             if what == WEIGHT_GRADIENT and self.scattered[a.piece] and self._is_over_stage(a):
-                self.scatters.append(op)
+                self.departures.append(op)
         elif kind == DROP:
             self._after_readers(a, op)
             self.last_drop = op
@@ -198,8 +206,8 @@ class _ReuseEdges:
         gradient = Value.weight_gradient(a.piece, a.replica, a.microbatch // self.graph.program.update_size)
         if gradient not in self.begun:
             self.begun.add(gradient)
-            if len(self.scatters) >= BUCKETS:
-                self._after(self.scatters[-BUCKETS], op)
+            if len(self.departures) >= BUCKETS:
+                self._after(self.departures[-BUCKETS], op)
 
     def _is_over_stage(self, a: Action) -> bool:
         group = self.graph.program.groups.get(a.group)
@@ -208,6 +216,10 @@ class _ReuseEdges:
     def _offload(self, a: Action, op: int) -> None:
         if a.what == ACTIVATION:
             self._after_readers(a, op)
+        if a.what in (ACTIVATION, SAVED) and self.stashes is not None:
+            self.stashes.append(op)
+        elif a.what == WEIGHT_GRADIENT and self.leaves[a.piece]:
+            self.departures.append(op)
         elif a.what == OPTIMIZER_STATE:
             self.last_freed = op
         elif a.what == WEIGHTS:  # into host memory that an update has freed

@@ -63,6 +63,11 @@ class Sizes:
             max(kept, sum(by_unit.values()) / self.shards) for kept, by_unit in zip(self.kept, self._saved, strict=True)
         ]
         """For each piece, the bytes per sample that its backward needs, recomputed ones included."""
+        predicts = program.plan.version.correction == "weight-prediction"
+        self.predicted = [
+            self.weights[piece] if predicts and program.late_by(piece) else 0.0 for piece in range(len(program.pieces))
+        ]
+        """For each piece, the bytes of extrapolated weights that a microbatch in flight keeps."""
         self.pending = [self._pending(piece) for piece in range(len(program.pieces))]
         """For each piece, the bytes per sample that it holds between the halves of a backward; None if not known."""
         self.is_detailed = any(u.parameter_parts for u in units)
@@ -205,7 +210,7 @@ class Sizes:
         if kind == WEIGHT_GRADIENT:
             return self.gradients[piece] / parts
         if kind == SAVED:
-            return self.saved[piece] * samples
+            return self.saved[piece] * samples + self.predicted[piece]
         if kind == ACTIVATION:
             return self._tp_size[piece] * self.outgoing(piece, self.program.outputs[piece]) * samples
         if kind == GRADIENT:

@@ -35,6 +35,23 @@ def read_speeds(texts: list[str] | None) -> dict[str, float]:
     return speeds
 
 
+def read_amounts(option: str, texts: list[str] | None) -> dict[str, float]:
+    """Reads amounts by kind of device; raises InputError unless each is KIND=NUMBER, 0 or more and given once."""
+    amounts: dict[str, float] = {}
+    for text in texts or ():
+        kind, _, number = text.partition("=")
+        try:
+            amount = float(number)
+        except ValueError:
+            amount = -1.0
+        if not kind or not 0 <= amount < inf:
+            raise InputError(f"--{option} is KIND=NUMBER, 0 or more, such as a100=2.5, not {brief(text)}")
+        if kind in amounts:
+            raise InputError(f"--{option} gives '{kind}' twice; give each kind once")
+        amounts[kind] = amount
+    return amounts
+
+
 def read_model(text: str) -> str:
     """Checks that a text is zoo:NAME, hf:CONFIG or FILE.py:FUNCTION; returns it as `model_source` reads it."""
     if not text.startswith(("zoo:", "hf:")) and ".py:" not in text:

@@ -13,6 +13,8 @@ from pipedejavu.cli import (
     plan_command,
     probe_command,
     profile_command,
+    rent_command,
+    reproduce_command,
     runs_command,
     show,
     simulate_command,
@@ -93,6 +95,10 @@ add_verb(
     "Search for the best plan, and say why it is the best and what would be better.",
 )  # fmt: skip
 add_verb(
+    app, "rent", rent_command.RentRequest, rent_command.run,
+    "Compare machines that you could rent: the time and the cost of a whole training on each.",
+)  # fmt: skip
+add_verb(
     app, "profile", profile_command.ProfileRequest, profile_command.run,
     "Measure or estimate a model's units, and say what training it takes.",
 )  # fmt: skip
@@ -137,6 +143,12 @@ def export(
 ) -> None:
     """Write the newest checkpoint of a run in a format that other tools read."""
     export_command.run(run_dir, folder, to, config, as_json)
+
+
+add_verb(
+    app, "reproduce", reproduce_command.ReproduceRequest, reproduce_command.run,
+    "Run the experiments behind this project, and set today's figures beside published ones.",
+)  # fmt: skip
 
 
 @app.command()

@@ -31,6 +31,8 @@ class OptionRange(NamedTuple):
 
 RANGES = {
     "batch": OptionRange("a number of samples"),
+    "train_samples": OptionRange("a number of samples"),
+    "deadline": OptionRange("a number of hours", 0, is_open=True),
     "samples": OptionRange("a number of samples per microbatch"),
     "microbatches": OptionRange("a number of microbatches"),
     "workers": OptionRange("a number of workers"),

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
@@ -12,15 +12,15 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pipedejavu.cli.input_files import AsJson, Speeds, read_model, read_speeds
+from pipedejavu.cli.input_files import AsJson, Speeds, read_amounts, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
+from pipedejavu.cli.plan_answer import PlanAnswer, describe_memory, explain
 from pipedejavu.cli.plan_origin import with_origin
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import (
     InputError,
     Machine,
     Profile,
-    format_bytes,
     format_seconds,
     read_machine,
     read_profile,
@@ -34,8 +34,6 @@ from pipedejavu.plan import Plan
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Choice, headlines, render_html, step_time
 from pipedejavu.search import (
-    Advised,
-    MemoryNeed,
     Progress,
     RankedPlan,
     SearchOptions,
@@ -46,10 +44,9 @@ from pipedejavu.search import (
     nothing_fits,
     search,
 )
-from pipedejavu.search.ranking import NEAR
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import estimate_profile
-from pipedejavu.zoo.gpt_shape import tokens_of
+from pipedejavu.zoo.gpt_shape import read_shape, shape_text, tokens_of
 
 MEASURING = ("measuring", "pip install 'pipedejavu[train]', or give --machine and a profile")
 """What needs torch, and what to do without it."""
@@ -77,7 +74,8 @@ class PlanRequest:
     objective: Annotated[
         str,
         typer.Option(
-            help="Minimise time or price per sample, or find the largest batch, or the most blocks, that fit."
+            help="Minimise time or price per sample, or find the largest batch, the most blocks or the longest context"
+            " that fit: time, price, batch, blocks or context."
         ),
     ] = "time"
     price: Annotated[
@@ -101,13 +99,7 @@ class PlanRequest:
 
     def search_options(self) -> SearchOptions:
         """Returns the options of the search; raises InputError with all faults."""
-        prices = {}
-        for text in self.price or ():
-            kind, _, number = text.partition("=")
-            try:
-                prices[kind] = float(number)
-            except ValueError:
-                raise InputError(f"--price is KIND=PRICE, such as a100=2.5, not '{text}'") from None
+        prices = read_amounts("price", self.price)
         names = ("batch", "samples", "objective", "staleness", "seed", "candidates")
         form: dict[str, object] = {name: getattr(self, name) for name in names}
         form |= {"searcher": self.search, "time_budget_s": self.time_budget, "is_runnable": not self.costed}
@@ -123,26 +115,19 @@ class PlanInputs(NamedTuple):
     notes: tuple[str, ...]
 
 
-class PlanAnswer(NamedTuple):
-    """The result of a search, plans that need less memory, and advice."""
-
-    result: SearchResult
-    leaner: tuple[RankedPlan, ...]
-    advice: Advised
-
-
 def run(request: PlanRequest) -> None:
     """Searches, and prints or writes the result.
 
     The best plan takes one search. Advice takes one more per change that it considers (a larger batch, stale weights,
     faster links, more memory, one more GPU), since each has another machine or other options: about seven searches in
-    all on a host with GPUs. `--html` adds up to six with less memory. Only the objectives
-    batch and blocks repeat one: `find_largest` ends with a search for the largest question, without its alternatives.
+    all on a host with GPUs. `--html` adds up to six with less memory. Only the objectives batch, blocks and context
+    repeat one: `find_largest` ends with a search for the largest question, without its alternatives.
     """
     options = request.search_options()
     with show_progress() as progress:
-        problem = _read_inputs(request, options, progress)
-        largest = find_largest(problem.profile, problem.machine, options, progress)
+        problem = read_inputs(request, options, progress)
+        with_context = _with_context(request.model, problem.machine)
+        largest = find_largest(problem.profile, problem.machine, options, progress, with_context)
         if largest is not None:
             notes = (f"largest: {largest.text}", *problem.notes)
             problem = PlanInputs(largest.profile, problem.machine, largest.options, notes)
@@ -174,7 +159,7 @@ def show_progress() -> Iterator[Progress]:
         yield lambda share, text: bar.update(line, description=printable(text), completed=min(1.0, share))
 
 
-def _read_inputs(request: PlanRequest, options: SearchOptions, progress: Progress) -> PlanInputs:
+def read_inputs(request: PlanRequest, options: SearchOptions, progress: Progress) -> PlanInputs:
     """Returns profile and machine: those that the request names, or this machine and the model measured on it."""
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
     if request.precision != "auto" and not is_model:
@@ -248,6 +233,14 @@ def _profile_model(
     return profile, ["times are measured on this machine", *ruled_out]
 
 
+def _with_context(model: str, machine: Machine) -> Callable[[int], Profile] | None:
+    """Returns what estimates a shape with another number of tokens per sample; None for other models."""
+    if tokens_of(model) is None:
+        return None
+    shape = read_shape(model)
+    return lambda tokens: estimate_profile(shape_text(shape._replace(context=tokens)), machine)
+
+
 def _is_profile(model: str) -> bool:
     """Whether a text names a profile's file: the project's JSON, PipeDream's graph.txt or a CSV table."""
     return model.endswith((".json", *PUBLISHED))
@@ -285,53 +278,6 @@ def _table(candidates: Sequence[RankedPlan], has_price: bool) -> Table:
         cells = [format_seconds(ranked.time_s), rate, *price, f"{ranked.bubble_fraction:.1%}"]
         table.add_row(name, *cells, describe_memory(ranked.memory), ranked.bound, style="" if index else "bold")
     return table
-
-
-def describe_memory(needs: Sequence[MemoryNeed]) -> str:
-    """Returns the memory that each device needs, of the memory it has; devices with equal figures share one entry."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for need in needs:
-        held = f" ({format_bytes(need.reserved_bytes)} reserved)" if need.reserved_bytes else ""
-        groups.setdefault((format_bytes(need.need_bytes) + held, format_bytes(need.room_bytes)), []).append(need.device)
-    parts = []
-    for (need_text, limit), names in groups.items():
-        devices = names[0] if len(names) == 1 else f"{len(names)} × {names[0]}…"
-        parts.append(f"{devices} {need_text} of {limit}")
-    return ", ".join(parts[:3]) + (f", {len(parts) - 3} more" if len(parts) > 3 else "")
-
-
-def explain(best: RankedPlan, answer: PlanAnswer, *, by_price: bool = False) -> list[str]:
-    """Returns sentences on why the best plan is the best, what it decides, and what to buy or change first."""
-    others = [other for other in answer.result.candidates if other is not best]
-    lines, cost = [f"'{best.plan.name}' wins: {best.bound}."], "costs {}× as much" if by_price else "takes {}× as long"
-    if others:
-        next_ = others[0]
-        ratio = _score(next_, by_price) / _score(best, by_price) if _score(best, by_price) else 1.0
-        if ratio < NEAR:
-            lines[0] += (
-                f" '{next_.plan.name}' {cost.format(f'{ratio:.3f}')}; of plans within 1 % the simplest comes first."
-            )
-        else:
-            lines[0] += f" '{next_.plan.name}' {cost.format(f'{ratio:.2f}')}: {next_.bound}."
-    lines += [f"  {reason}" for reason in best.reasons]
-    if not best.is_runnable:
-        lines.append(f"It is only costed: {best.only_costed}.")
-    advice, left = answer.advice
-    if advice:
-        first, *rest = advice
-        text = f"To change first: with {first.change}, {first.gain:.2f}× {'cheaper' if by_price else 'faster'}"
-        more = "; ".join(f"with {a.change}, {a.gain:.2f}×" for a in rest[:3])
-        lines.append(f"{text} ({format_seconds(first.time_s)} an update){f'; {more}' if more else ''}.")
-    elif not left:
-        better = "cheaper" if by_price else "faster"
-        lines.append(f"Neither memory, links, a larger batch nor older weights would make it 2 % {better}.")
-    if left:
-        lines.append(f"There was no time to see what it would be with {'; with '.join(left)}.")
-    return lines
-
-
-def _score(plan: RankedPlan, by_price: bool) -> float:
-    return plan.price if by_price else plan.time_per_sample_s
 
 
 def _notes(result: SearchResult, problem: PlanInputs) -> list[str]:

@@ -22,6 +22,7 @@ from pipedejavu.cli.terminal import print_json, terminal
 from pipedejavu.cli.train_request import DeviceOption, TrainRequest
 from pipedejavu.facts import InputError, Machine, format_seconds, read_machine
 from pipedejavu.facts.printable import print_error, tell
+from pipedejavu.facts.start_phase import START, process_age_s
 from pipedejavu.plan import Plan
 from pipedejavu.program import Program
 from pipedejavu.simulate import simulate
@@ -65,6 +66,8 @@ def check_together(request: TrainRequest) -> None:
 
 def run(request: TrainRequest) -> None:
     """Trains, and prints the forecast beside the measurement."""
+    START.restart()
+    START.add("import", process_age_s())
     request = read_run_file(request)
     options = read_options(request)
     try:
@@ -134,13 +137,16 @@ def _train(
 ) -> None:
     """Plans a run, or the rest of it, and trains; `stack` keeps the run folder locked."""
     from pipedejavu.data.data_choice import check_choice
+    from pipedejavu.engine.device import deterministic
     from pipedejavu.launch import plan_run, train_rank
     from pipedejavu.run import check_logbooks, lock_run
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.model_source import check_sources
+    from pipedejavu.source.task import Prepared
 
+    stack.enter_context(deterministic())  # units are measured, and compiled, as they will run
     start, profile, eager = resumed.start if resumed else None, None, None
-    chosen, worker_hosts = Plan(), ranks.worker_hosts()
+    chosen, worker_hosts, prepared = Plan(), ranks.worker_hosts(), list[Prepared]()
     if ranks.is_first:
         check_logbooks(options.log)
         check_choice(data_choice(options))
@@ -150,7 +156,7 @@ def _train(
     folder = request.run_dir or _new_name(f"{options.model}-{chosen.name}")
     if ranks.is_first:
         stack.enter_context(lock_run(folder))
-    plan = partial(plan_run, devices=request.device_choice, ranks=ranks, renews=request.renew)
+    plan = partial(plan_run, devices=request.device_choice, ranks=ranks, renews=request.renew, prepared=prepared)
     options, program, note = plan(options, chosen, machine, start=start, profile=profile, eager=eager)
     if ranks.is_first and not request.as_json:
         _announce(options, program, note)
@@ -162,7 +168,7 @@ def _train(
     if ranks.is_first and not resumed:
         write_run_file(request, Path(folder))
     try:
-        done = train_rank(options, program, folder, ranks, start)
+        done = train_rank(options, program, folder, ranks, start, prepared[-1] if prepared else None)
     except KeyboardInterrupt:
         print_error(f"stopped; the metrics so far are in {folder}")
         raise SystemExit(130) from None
@@ -289,6 +295,7 @@ def _summary(done: "TrainedRun") -> dict[str, object]:
         "predicted_s": done.prediction.makespan_s,
         "expected_s": done.prediction.chance.mean_s,
         "measured_s": done.measured.makespan_s,
+        "predicted_reserved_bytes": max(worker.reserved_bytes or 0 for worker in done.prediction.workers),
         "predicted_bubble_fraction": done.prediction.bubble_fraction,
         "measured_bubble_fraction": done.measured.bubble_fraction,
         "model": str(folder.place(folder.model)),

@@ -61,9 +61,16 @@ class TrainRequest:
         str | None, typer.Option(help="Columns of data in files: text=COLUMN, or prompt=COLUMN,completion=COLUMN.")
     ] = None
     context: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's.")] = None
+    fanout: Annotated[
+        str | None,
+        typer.Option(help="Neighbours sampled per node and layer of a graph network, such as 10,5; 'all' takes each."),
+    ] = None
     packing: Annotated[
         str,
-        typer.Option(help="Texts as samples: documents (attention stays within each), stream (it crosses), or rows."),
+        typer.Option(
+            help="Texts and chats as samples: documents (several in a row, attention stays within each), stream (it"
+            " crosses; texts only), or rows (one in each)."
+        ),
     ] = "documents"
     eval: Annotated[
         float, typer.Option("--eval", help="Hold out a share of the data, or a number of samples, and evaluate on it.")

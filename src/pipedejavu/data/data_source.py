@@ -10,12 +10,12 @@ from pipedejavu.data.held_out import split_samples
 from pipedejavu.data.image_folder import ImageFolder, class_names
 from pipedejavu.data.text_tokenizer import TextTokenizer, check_vocabulary, find_tokenizer
 from pipedejavu.data.token_cache import TokenTable, cache_path, open_table, write_table
-from pipedejavu.data.token_data import PackedDocuments, PackedWindows, PaddedDocuments
+from pipedejavu.data.token_data import PackedDocuments, PackedRecords, PackedWindows, PaddedDocuments
 from pipedejavu.facts import InputError
 from pipedejavu.facts.printable import tell
 from pipedejavu.zoo.data import open_data
 from pipedejavu.zoo.dataset import Dataset
-from pipedejavu.zoo.form import Form, ImageForm, TokenForm
+from pipedejavu.zoo.form import Form, GraphForm, ImageForm, TokenForm
 from pipedejavu.zoo.sequence import Sequences
 
 Separates = Callable[[], bool]
@@ -44,6 +44,10 @@ def open_choice(
         data = open_data(choice.name or default, form, seed=seed)
     elif isinstance(form, ImageForm):
         data = _open_images(choice, form)
+    elif isinstance(form, GraphForm):
+        raise InputError(
+            f"the model reads a graph, and {choice.name} is read as text or images; write graph:{choice.name}"
+        )
     else:
         tokenizer = find_tokenizer(choice.tokenizer, model_folder, is_zoo=is_zoo)
         check_vocabulary(tokenizer, form.num_plain, form.num_plain < form.vocabulary)
@@ -105,25 +109,43 @@ def open_tokens(
     if files.kind == "images":
         raise InputError(f"{files.root} has images, but the model reads tokens; give text, .jsonl, .csv or .parquet")
     key = {"files": files.digest(), "kind": files.kind, "tokenizer": tokenizer.digest, "columns": choice.columns}
-    path, name = cache_path(key), str(files.root)
+    path = cache_path(key)
     table = open_table(path)
     if is_new := table is None:
         table = _tokenize(path, choice, files, tokenizer)
     assert table is not None
     if table.answers is None:
         return _open_texts(choice, table, form, tokenizer, seed, separates, is_new=is_new)
+    return _open_records(choice, table, form, tokenizer, separates, is_new=is_new)
+
+
+def _open_records(
+    choice: DataChoice, table: TokenTable, form: TokenForm, tokenizer: TextTokenizer, separates: Separates, *,
+    is_new: bool,
+) -> Dataset:  # fmt: skip
+    """Returns prompts and chats as samples; a model that cannot separate them reads one per row."""
+    name = str(choice.name)
     if form.objective != "next":
         raise InputError(
             f"{name} has prompts and answers, which are for models that predict the next token; this one predicts"
             f" {form.objective} tokens: give it 'text'"
         )
-    chats = PaddedDocuments(table, form.context, tokenizer.end, name)
-    if is_new and chats.num_cut:
-        tell(
-            f"{chats.num_cut} of {len(table.starts) - 1} records of {name} have more than {form.context} tokens and are"
-            f" cut there; {chats.num_dropped} without an answer before that are left out"
+    if choice.packing == "stream":
+        raise InputError(
+            f"--packing stream is for texts, and {name} has prompts and answers, which would read each other; give"
+            " documents, or rows"
         )
-    return chats
+    records = PaddedDocuments(table, form.context, tokenizer.end, name)
+    if is_new and records.num_cut:
+        tell(
+            f"{records.num_cut} of {len(table.starts) - 1} records of {name} have more than {form.context} tokens and"
+            f" are cut there; {records.num_dropped} without an answer before that are left out"
+        )
+    if choice.packing == "documents" and separates():
+        return PackedRecords(records, form.context)
+    if choice.packing == "documents" and is_new:
+        tell(f"the model does not take several records in a row, so each of {name} is a row of its own")
+    return records
 
 
 def _open_texts(

@@ -28,6 +28,8 @@ class Assignment:
     """Units whose streamed state is fetched during a backward pass, as far as memory allows."""
     window: int = 1
     """Units with the place `window` whose weights are on the GPU at a time."""
+    sums_wide: bool = False
+    """Whether the bf16 gradients of several microbatches are added up in float32."""
 
     def __post_init__(self) -> None:
         if len(self.places) != len(self.units):

@@ -13,6 +13,7 @@ from pipedejavu.hybrid.unit_state import UnitState, size_of
 from pipedejavu.runtime.device_memory import DeviceMemory
 from pipedejavu.runtime.host_limit import free_host_bytes
 from pipedejavu.runtime.host_memory import Progress as Report
+from pipedejavu.runtime.host_pages import warm_bytes, warm_host_memory
 
 Budget = int | Literal["auto"]
 
@@ -47,7 +48,8 @@ class MemoryMeter:
                 " processes hold; give that or less, or 'auto'"
             )
         self._gpu_budget = gpu_budget
-        self._host_bytes = int(free_host_bytes() * HOST_SHARE) if host_budget == "auto" else host_budget
+        free = free_host_bytes() + warm_bytes()
+        self._host_bytes = int(free * HOST_SHARE) if host_budget == "auto" else host_budget
         self._left: dict[int, int] = {}
         self._intervals: list[MemoryInterval] = []
         self._forwards: list[MemoryInterval] = []
@@ -77,6 +79,18 @@ class MemoryMeter:
                 f" {format_bytes(pool.gpu_bytes + pool.host_bytes)} ({format_bytes(pool.gpu_bytes)} of the GPU,"
                 f" {format_bytes(pool.host_bytes)} of the host); give {format_bytes(least)} or more"
             )
+
+    def warm_host(self, sizes: Sequence[UnitSize], keeps_gradients: bool, num_first: int | None) -> None:
+        """Starts to map the host memory that state takes at least, if it is much."""
+        limits = self.limits(keeps_gradients, num_first)
+        free = [size for size in sizes if not size.is_bound_to_host]
+        on_gpu = sum(size.gpu_bytes for size in free)
+        room = limits.gpu_bytes - sum(size.weight_bytes for size in sizes)
+        share = min(1.0, max(0.0, room / on_gpu)) if on_gpu else 1.0
+        least = sum(size.host_bytes for size in sizes if size.is_bound_to_host)
+        least += int((1 - share) * sum(size.streamed_bytes for size in free))
+        if self.memory.is_gpu and SHOWN_FROM_BYTES <= least <= limits.host_bytes:
+            warm_host_memory(least)
 
     def budget_bytes(self) -> int:
         """Returns the bytes that torch may reserve: the budget, or with `auto` all that the process may take."""

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.lanes import HybridLanes
-from pipedejavu.hybrid.unit_state import ParamState, UnitState
+from pipedejavu.hybrid.param_state import ParamState
+from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.runtime.lane_event import LaneEvent
 
 BUCKET_BYTES = 2**22

@@ -11,8 +11,9 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.gradient_bucket import GradientBucket
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
+from pipedejavu.hybrid.param_state import ParamState, gradients_of
 from pipedejavu.hybrid.step_options import StepOptions
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, gradients_of
+from pipedejavu.hybrid.unit_state import UnitState
 
 
 class GradientCollector:
@@ -24,8 +25,8 @@ class GradientCollector:
         self.is_forward = True
         """Whether the backward pass of the step has not made a gradient yet."""
         staying = [param for unit in model_state.unit_states if not unit.is_windowed for param in unit.params]
-        self._witness = min(staying, key=lambda param: param.numel, default=None)
-        """The smallest parameter outside the window."""
+        self._witness = None if options.sums_wide else min(staying, key=lambda param: param.numel, default=None)
+        """The smallest parameter outside the window; None if no gradient stays in the model."""
         self._witnessed: tuple[int, Tensor] | None = None
         """The version of the witness's gradient, and a copy of it."""
 
@@ -38,6 +39,8 @@ class GradientCollector:
         self.bucket.make_way(unit_state, param)
         if unit_state.is_on_host and param.arrived:
             gradient = self._accumulated(param, gradient)
+        elif unit_state.gradient_dtype(param) != gradient.dtype:
+            gradient = param.wide_sum = _added(param.wide_sum, gradient)
         param.arrived += 1
         self.is_forward = False
         return unit_state, param, gradient
@@ -49,9 +52,11 @@ class GradientCollector:
         self.add(unit_state, param, gradient)
 
     def add(self, unit_state: UnitState, param: ParamState, gradient: Tensor) -> None:
-        """Puts a gradient into the bucket; removes it from the model if it goes to the host."""
-        if unit_state.is_on_host and param is not self._witness:
+        """Puts a gradient into the bucket; removes it from the model if it goes to the host or is in a wider sum."""
+        if (unit_state.is_on_host and param is not self._witness) or param.wide_sum is not None:
             param.parameter.grad = None
+        if unit_state.is_on_host:
+            param.wide_sum = None
         self.bucket.add(unit_state, param, gradient)
 
     def send(self, unit_state: UnitState) -> None:
@@ -118,7 +123,12 @@ class GradientCollector:
         for unit_state in self.model_state.unit_states:
             unit_state.began_with = None
         for param in self.model_state.params.values():
-            param.arrived = 0
+            param.arrived, param.wide_sum = 0, None
+
+
+def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
+    """Adds a gradient to a sum in float32, which the first one begins; returns the sum."""
+    return gradient.float() if total is None else total.add_(gradient)
 
 
 def _check_gradient(unit_state: UnitState, param: ParamState) -> Tensor:

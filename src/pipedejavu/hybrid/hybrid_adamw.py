@@ -31,6 +31,7 @@ from pipedejavu.hybrid.step_scheduler import StepScheduler
 from pipedejavu.optim.moment_format import MOMENT_FORMATS, MomentFormat
 from pipedejavu.optim.native import HostUpdate
 from pipedejavu.runtime.device_memory import use_expandable_segments
+from pipedejavu.runtime.host_pages import end_warming
 
 _log = logging.getLogger("pipedejavu")
 
@@ -127,6 +128,7 @@ class HybridAdamW(Optimizer):
         try:
             self._scheduler = self._schedule(meter)
         except BaseException:
+            end_warming()
             self._lanes.close()
             raise
         meter.memory.release()

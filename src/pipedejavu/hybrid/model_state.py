@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit
+from pipedejavu.hybrid.param_state import ParamState
 from pipedejavu.hybrid.placement import UnitSize
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
+from pipedejavu.hybrid.unit_state import UnitState, size_of
 from pipedejavu.optim.moment_format import MomentFormat
 
 

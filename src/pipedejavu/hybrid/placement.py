@@ -47,7 +47,9 @@ class UnitSize:
     shadow_bytes: int
     """Shadow state: a second copy of what an update writes in host memory."""
     is_bound_to_host: bool = False
-    """Whether its state must be in host memory, because its weights are windowed."""
+    """Whether its state must be in host memory, because its weights are windowed or it was put there."""
+    host_place: Place = "host"
+    """Where it is in host memory if it is bound to it: with a copy of its weights, or without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def choose_placement(
     counts = range(len(units), -1, -1) if limits.num_first is None else [limits.num_first]
     least_gpu = least_host = 0
     for count in counts:
-        places: list[Place] = ["gpu" if n < count and not u.is_bound_to_host else "host" for n, u in enumerate(units)]
+        places = [u.host_place if u.is_bound_to_host else "gpu" if n < count else "host" for n, u in enumerate(units)]
         gpu = gpu_peak(units, intervals, places, limits.keeps_gradients)
         if gpu > limits.gpu_bytes:
             least_gpu = gpu

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pipedejavu.facts import InputError
-from pipedejavu.hybrid.unit_state import ParamState, UnitState
+from pipedejavu.hybrid.param_state import ParamState
+from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.optim.arithmetic import AdamState
 from pipedejavu.optim.moment_format import Moments, convert_moments, num_scales, widened
 

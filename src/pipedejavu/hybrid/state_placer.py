@@ -16,6 +16,7 @@ from pipedejavu.hybrid.gradient_collector import GradientCollector
 from pipedejavu.hybrid.head_choice import HeadChoice
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
+from pipedejavu.hybrid.param_state import ParamState
 from pipedejavu.hybrid.placement import (
     Limits,
     MemoryInterval,
@@ -32,9 +33,10 @@ from pipedejavu.hybrid.placement import (
 )
 from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.streamed_state import StreamBuffer, StreamedState
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
+from pipedejavu.hybrid.unit_state import UnitState, size_of
 from pipedejavu.hybrid.weight_staging import WeightStaging
 from pipedejavu.runtime.host_memory import Progress
+from pipedejavu.runtime.host_pages import end_warming
 
 UNCLIPPED_STEPS = 3
 """Consecutive unclipped steps after which speculative updates are considered."""
@@ -116,6 +118,7 @@ class StatePlacer:
                     gradients.send(unit_state)
             if self.options.assignment is None:
                 self.staging = WeightStaging(unit_states, self.lanes, progress)
+        end_warming()
         self._note_places("the GPU's or the host's memory ran out while state was allocated")
 
     def _settle(self, unit_state: UnitState, place: Place, has_shadow: bool, progress: Progress) -> None:
@@ -164,13 +167,26 @@ class StatePlacer:
         gradients.bucket.take()
         for unit_state in reversed(self.model_state.unit_states):
             is_open = unit_state.place is None and gradients.is_complete(unit_state)
-            if is_open and self._host_bytes_with([unit_state]) <= self.limits().host_bytes:
+            place = self._place_that_leaves_room(unit_state) if is_open else None
+            if place is not None:
                 with pinning_progress(size_of(unit_state).host_bytes) as progress:
-                    self._settle(unit_state, "host", False, progress)
+                    self._settle(unit_state, place, False, progress)
                 unit_state.is_moved = True
                 gradients.send(unit_state)
                 self.meter.saw_leave(size_of(unit_state).gradient_bytes)
         gradients.bucket.wait()
+
+    def _place_that_leaves_room(self, unit_state: UnitState) -> Place | None:
+        """Returns where the state of a unit may rest so that the host has room for all other state; None if nowhere.
+
+        A copy of its weights is kept only if all units that may follow it to the host have room without one.
+        """
+        units, sizes, limit = self.model_state.unit_states, self.model_state.sizes, self.limits().host_bytes
+        following: list[Place] = ["host" if unit is unit_state else unit.place or "lean" for unit in units]
+        if unit_state.is_windowed or host_bytes(sizes, following) <= limit:
+            return "host"
+        alone: list[Place] = ["lean" if unit is unit_state else unit.place or "gpu" for unit in units]
+        return "lean" if host_bytes(sizes, alone) <= limit else None
 
     def move_to_host(self, unit_states: list[UnitState], gradients: GradientCollector) -> bool:
         """Moves the state of units from the GPU to the host; returns False if the host has no memory for it.

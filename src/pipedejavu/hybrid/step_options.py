@@ -24,3 +24,8 @@ class StepOptions:
     moments: MomentFormat = "fp32"
     assignment: Assignment | None = None
     """The units and places of a plan; None to find the units, and to choose the places after the first step."""
+
+    @property
+    def sums_wide(self) -> bool:
+        """Whether bf16 gradients are added up in float32: those of several microbatches, if the plan says so."""
+        return self.assignment is not None and self.assignment.sums_wide and self.microbatches > 1

@@ -56,11 +56,15 @@ class StepScheduler:
         assignment = options.assignment
         found = find_units(model) if assignment is None else given_units(assignment.units)
         self.model_state = ModelState(found, groups, lanes, options.moments)
+        for unit_state in self.unit_states:
+            unit_state.sums_wide = options.sums_wide
         if assignment is None:
             self.window = open_window(model, self.unit_states, lanes, meter, options.window)
             meter.check(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)
         else:
             self.window = assigned_window(self.unit_states, lanes, assignment)
+        if assignment is None:
+            meter.warm_host(self.model_state.sizes, options.clip_norm is not None, options.gpu_units)
         chunked, activations = chunked_names(options.activations)
         self._undo_activations = self._set_activations(activations)
         self.head = HeadChoice(model, self.unit_states, options.head_chunks, chunked, meter)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.lanes import HybridLanes
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, gradients_of
+from pipedejavu.hybrid.param_state import ParamState, gradients_of
+from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.optim.arithmetic import Scalars
 from pipedejavu.optim.state_parts import state_from
 from pipedejavu.runtime.host_memory import Progress, Slab

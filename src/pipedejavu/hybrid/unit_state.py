@@ -15,68 +15,18 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_unit import ModelUnit
+from pipedejavu.hybrid.param_state import ParamState
 from pipedejavu.hybrid.placement import Place, UnitSize
 from pipedejavu.optim.arithmetic import AdamState, Part, Scalars, update_
 from pipedejavu.optim.gpu_update import Launch, UnitUpdate, addresses_of, has_kernel, state_in, state_layout
-from pipedejavu.optim.moment_format import MomentFormat
 from pipedejavu.optim.native import NativeTask
-from pipedejavu.optim.state_parts import state_from, state_parts
+from pipedejavu.optim.state_parts import state_from
 from pipedejavu.runtime.host_memory import Progress, Slab, aligned
 from pipedejavu.runtime.lane_event import LaneEvent, now
-
-
-@dataclass(eq=False)
-class ParamState:
-    """The optimizer state of one parameter."""
-
-    name: str
-    parameter: nn.Parameter
-    group: Mapping[str, Any]
-    """Its parameter group in the optimizer, whose learning rate a scheduler may change."""
-    slot: int
-    """Its index among the norms of all gradients."""
-    moments: MomentFormat = "fp32"
-    """The format in which its moments rest."""
-    start: int = 0
-    """Offset in bytes of its state in memory that holds the state of the whole unit."""
-    step: int = 0
-    """Updates that were applied."""
-    arrived: int = 0
-    """Backward passes since the last step that gave it a gradient."""
-    gradient: Tensor | None = None
-    """Its gradient in host memory."""
-    state: AdamState | None = None
-    shadow: AdamState | None = None
-    """A second copy of its state, which speculative updates write."""
-    out: LaneEvent | None = None
-    """The end of the copy of its gradient to host memory."""
-    _weight: Tensor | None = None
-
-    @property
-    def weight(self) -> Tensor:
-        """Its values in the model, one-dimensional; cached, because making a view holds up the compute lane."""
-        data = self.parameter.data
-        if self._weight is None or self._weight.data_ptr() != data.data_ptr():
-            self._weight = data.view(-1)
-        return self._weight
-
-    @property
-    def numel(self) -> int:
-        """The number of its elements."""
-        return self.parameter.numel()
-
-    @property
-    def state_bytes(self) -> int:
-        """The bytes of its state alone in memory."""
-        return sum(dtype.itemsize * count for dtype, count in state_parts(self.parameter, self.moments))
-
-    def setting(self) -> tuple[float, tuple[float, float], float, float]:
-        """Returns the present learning rate, betas, eps and weight decay."""
-        return float(self.group["lr"]), tuple(self.group["betas"]), self.group["eps"], self.group["weight_decay"]
 
 
 class WeightSource(Protocol):
@@ -97,6 +47,8 @@ class UnitState:
     place: Place | None = None
     is_windowed: bool = False
     """Whether its weights rest in host memory and are copied to the GPU for each use."""
+    sums_wide: bool = False
+    """Whether its bf16 gradients are added up in float32."""
     is_moved: bool = False
     """Whether its state was put on the host because the GPU's memory ran out, and stays there."""
     updated: LaneEvent | None = None
@@ -129,6 +81,11 @@ class UnitState:
         """Whether the host updates it, so that its gradients leave the GPU."""
         return self.place in ("host", "lean")
 
+    def gradient_dtype(self, param: ParamState) -> torch.dtype:
+        """Returns the dtype of the sum of a parameter's gradients."""
+        dtype = param.parameter.dtype
+        return torch.float32 if self.sums_wide and dtype == torch.bfloat16 else dtype
+
     @property
     def resting_bytes(self) -> int:
         """The bytes of its moments and of the low halves of its masters."""
@@ -157,8 +114,10 @@ class UnitState:
         self._slabs += [moved, resting]
         for param in self.params:
             dtype = param.parameter.dtype
-            param.gradient = moved.take(param.numel, dtype)
-            weight = moved.take(param.numel, dtype) if has_copy else param.gradient
+            param.gradient = moved.take(param.numel, self.gradient_dtype(param))
+            # Threads of an update may write a weight to the memory of its gradient only if both have as many bytes.
+            has_own = has_copy or param.gradient.dtype != dtype
+            weight = moved.take(param.numel, dtype) if has_own else param.gradient
             param.state = state_from(weight, param.moments, resting.take)
         self.refresh()
         if has_shadow:
@@ -346,24 +305,22 @@ def size_of(unit_state: UnitState) -> UnitSize:
     resting = unit_state.resting_bytes
     on_gpu = sum(param.state_bytes for param in params)
     device = sum(param.numel * param.parameter.dtype.itemsize for param in params)
+    gradients = sum(aligned(param.numel * unit_state.gradient_dtype(param).itemsize) for param in params)
+    own = (param for param in params if unit_state.gradient_dtype(param) != param.parameter.dtype)
+    lean = gradients + sum(aligned(param.numel * param.parameter.dtype.itemsize) for param in own)
     return UnitSize(
         name=unit_state.unit.name,
         num_parameters=sum(param.numel for param in params),
         weight_bytes=0 if unit_state.is_windowed else device,
-        gradient_bytes=weights,
+        gradient_bytes=gradients,
         gpu_bytes=on_gpu,
-        host_bytes=2 * weights + resting,
-        no_copy_bytes=weights + resting,
+        host_bytes=weights + gradients + resting,
+        no_copy_bytes=lean + resting,
         streamed_bytes=resting,
         shadow_bytes=weights + resting,
         is_bound_to_host=unit_state.is_windowed or unit_state.is_moved,
+        host_place="lean" if unit_state.place == "lean" else "host",
     )
-
-
-def gradients_of(params: Iterable[ParamState]) -> dict[ParamState, Tensor]:
-    """Returns the gradients that parameters have in the model."""
-    gradients = {param: param.parameter.grad for param in params}
-    return {param: gradient for param, gradient in gradients.items() if gradient is not None}
 
 
 def _task(param: ParamState, s: Scalars, weight: Tensor | None, new: AdamState | None) -> NativeTask:

@@ -11,9 +11,10 @@ from typing import Any
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.gradient_collector import GradientCollector
 from pipedejavu.hybrid.model_state import ModelState
+from pipedejavu.hybrid.param_state import gradients_of
 from pipedejavu.hybrid.state_placer import StatePlacer
 from pipedejavu.hybrid.step_options import StepOptions
-from pipedejavu.hybrid.unit_state import UnitState, gradients_of
+from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.hybrid.update_factors import factors_of
 from pipedejavu.optim.gpu_update import Launch
 

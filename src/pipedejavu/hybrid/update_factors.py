@@ -1,6 +1,7 @@
 """The scalar factors of the next update of a unit: what AdamW needs besides gradients and state."""
 
-from pipedejavu.hybrid.unit_state import ParamState, UnitState
+from pipedejavu.hybrid.param_state import ParamState
+from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.optim.arithmetic import Scalars, scalars_of
 
 

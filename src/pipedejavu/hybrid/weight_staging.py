@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 
 from pipedejavu.hybrid.lanes import HybridLanes
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
+from pipedejavu.hybrid.param_state import ParamState
+from pipedejavu.hybrid.unit_state import UnitState, size_of
 from pipedejavu.runtime.host_memory import Progress, Slab
 from pipedejavu.runtime.lane_event import LaneEvent
 

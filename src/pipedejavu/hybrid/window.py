@@ -18,7 +18,8 @@ from pipedejavu.facts import InputError
 from pipedejavu.hybrid.assignment import Assignment
 from pipedejavu.hybrid.budget import MemoryMeter, pinning_progress
 from pipedejavu.hybrid.lanes import HybridLanes
-from pipedejavu.hybrid.unit_state import ParamState, UnitState, size_of
+from pipedejavu.hybrid.param_state import ParamState
+from pipedejavu.hybrid.unit_state import UnitState, size_of
 from pipedejavu.runtime.lane_event import LaneEvent, now
 
 WEIGHT_SHARE = 0.5

@@ -17,6 +17,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.facts import MemoryFile
 from pipedejavu.facts.printable import tell
+from pipedejavu.facts.start_phase import START
 from pipedejavu.health.failure import ShortageError, WorkerError, read_failure, with_rest
 from pipedejavu.health.watchdog import HeartbeatMonitor, HeartbeatPage
 from pipedejavu.launch.backend import REMEDY, RunSetup, Task
@@ -112,6 +113,9 @@ def run_workers(
     disk cannot stop them. On SIGTERM or SIGHUP they finish an update and save it within a grace period, and
     StoppedError is raised. A worker without a heartbeat for `silent_s` ends the run.
     """
+    if START.seconds and not START.is_over:
+        folder.add_metrics({"start": START.of_process()})
+        START.is_over = True
     store, page, program = serve_store(), MemoryFile("heartbeats"), MemoryFile("program")
     outputs = [MemoryFile("result") for _ in range(size)]
     try:

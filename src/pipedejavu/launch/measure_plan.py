@@ -1,6 +1,7 @@
 """Measurements before a run starts: messages between workers, and the model on each kind of device of the plan."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ from pipedejavu.probe.memory_link import measure_worker_link
 from pipedejavu.profile import TimeBudget, background_load, merge_profiles
 from pipedejavu.program.pipeline import assign_devices
 from pipedejavu.run.options import TrainOptions
+from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.runtime.compute_precision import ComputeFormat
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.task import Prepared, draw, prepare
@@ -40,7 +42,10 @@ def measure_messages(plan: Plan, machine: Machine) -> Link:
 
 def open_model(options: TrainOptions, plan: Plan) -> Prepared:
     """Opens the model that is measured: cut for the plan's microbatches, with random weights."""
-    return prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins)
+    job, batches = prepare(options.replace(weights=None), (plan.feed.samples,), plan.cut.begins)
+    # The only worker of a plan may run in this process, on units that the measurement has compiled.
+    compiler = UnitCompiler() if plan.num_workers == 1 else None
+    return Prepared(replace(job, compiler=compiler), batches)
 
 
 def measure_plan(

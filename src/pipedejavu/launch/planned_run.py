@@ -62,13 +62,14 @@ def plan_run(
     profile: Profile | None = None,
     eager: Profile | None = None,
     renews: bool = False,
+    prepared: list[Prepared] | None = None,
 ) -> PlannedRun:
     """Measures the model on the devices that the plan uses and compiles the plan; all ranks of a group call it.
 
     A synchronous plan becomes a program of one update, which the run repeats; any other plan becomes one program up to
     the next checkpoint. With a `profile` nothing is measured, and `machine` is the machine of that profile. With
     `eager`, the profile that the plan was searched for, only compiled units are measured, if they could pay. `renews`
-    measures again what is in the cache.
+    measures again what is in the cache. The model, if it is built, is put into `prepared`.
     """
     ranks = ranks or RankGroup()
     options = TrainOptions.from_json(ranks.broadcast(options.to_json().encode()))
@@ -78,14 +79,14 @@ def plan_run(
     plan = written_out(Plan.from_json(ranks.broadcast(plan.to_json().encode())))
     plan = _adapt(plan, options, ranks, start)
     profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
-    prepared: list[Prepared] = []
+    prepared = [] if prepared is None else prepared
     worker_hosts = ranks.worker_hosts() or read_worker_hosts(plan.num_workers)
     machine_json = ranks.broadcast(machine.to_json().encode() if machine else b"")
     if machine_json:
         machine = Machine.from_json(machine_json)
         machine = machine.divided(plan.num_workers) if plan.place.devices is None and not profile_json else machine
     else:
-        prepared = _open_pipeline(options, plan) if ranks.is_first and not profile_json else []
+        prepared += _open_pipeline(options, plan) if ranks.is_first and not profile_json else []
         plan, machine = _measure_machine(plan, worker_hosts, devices, ranks)
     names = assign_devices(plan, machine)
     if not profile_json:

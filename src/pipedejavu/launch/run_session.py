@@ -14,6 +14,7 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.launch.backend import Backend, RunSetup
 from pipedejavu.launch.handover import RunForecast
 from pipedejavu.launch.launch import ProcessBackend
+from pipedejavu.launch.own_process import OwnProcessBackend, is_for_own_process
 from pipedejavu.launch.planned_run import plan_run
 from pipedejavu.launch.resume import check_fingerprints
 from pipedejavu.launch.torchrun import TorchrunBackend
@@ -27,6 +28,7 @@ from pipedejavu.run.run_lock import lock_run, noted
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.source.fingerprint import fingerprints_to_save
+from pipedejavu.source.task import Prepared
 
 
 def train(options: TrainOptions, program: Program, run_dir: str, start: RunStart | None = None) -> TrainedRun:
@@ -40,10 +42,21 @@ def train(options: TrainOptions, program: Program, run_dir: str, start: RunStart
 
 
 def train_rank(
-    options: TrainOptions, program: Program, run_dir: str, ranks: RankGroup, start: RunStart | None = None
+    options: TrainOptions,
+    program: Program,
+    run_dir: str,
+    ranks: RankGroup,
+    start: RunStart | None = None,
+    prepared: Prepared | None = None,
 ) -> TrainedRun | None:
-    """Runs a program to the end on the backend of a group of ranks; returns the result on the first, None elsewhere."""
-    return RunSession(RunFolder(run_dir), backend_of(ranks), RunSetup(options, program, start)).train()
+    """Runs a program to the end on the backend of a group of ranks; returns the result on the first, None elsewhere.
+
+    `prepared` is the model that was built for planning, which a worker of this process trains.
+    """
+    backend = backend_of(ranks)
+    if not ranks.is_launched and is_for_own_process(program):
+        backend = OwnProcessBackend(prepared)
+    return RunSession(RunFolder(run_dir), backend, RunSetup(options, program, start)).train()
 
 
 def backend_of(ranks: RankGroup) -> Backend:

@@ -1,7 +1,7 @@
 """One rank of a training run: runs its worker of the program, reports metrics, saves, and packs its result."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -14,10 +14,12 @@ from pipedejavu.analysis.mapped_memory import mapped_bytes
 from pipedejavu.engine.device import device_of
 from pipedejavu.engine.engine_state import check_state, final_buffers
 from pipedejavu.engine.handlers import Handlers
+from pipedejavu.engine.rank_process import RankRound
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.engine.share_control import adjusted_counts
 from pipedejavu.engine.threads import final_weights
 from pipedejavu.facts import InputError, Span, WorkerSummary
+from pipedejavu.facts.start_phase import START
 from pipedejavu.health.failure import ShortageError, WorkerError, is_shortage
 from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.launch.handover import RunForecast
@@ -41,7 +43,7 @@ from pipedejavu.run.throughput import RoundTimes, ThroughputMonitor, times_of
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.run.worker_result import WorkerResult
 from pipedejavu.session.training_session import RankWorker, TrainingSession
-from pipedejavu.source.task import SteadyBatches, num_kept, prepare
+from pipedejavu.source.task import Prepared, SteadyBatches, num_kept, prepare
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 
 
@@ -72,10 +74,14 @@ class Rank:
         start: RunStart,
         watchdog: HangWatchdog,
         forecast: RunForecast,
+        prepared: Prepared | None = None,
         *,
         keeps_workers: bool = False,
     ):
-        """With `keeps_workers` the run switches only to plans with as many workers as this one."""
+        """With `keeps_workers` the run switches only to plans with as many workers as this one.
+
+        Builds the model, unless it is `prepared`.
+        """
         self.options, self.program, self.store, self.folder, self.start = options, program, store, folder, start
         self.watchdog, self.forecast, self.keeps_workers = watchdog, forecast, keeps_workers
         self.rank = dist.get_rank()
@@ -83,7 +89,7 @@ class Rank:
             torch.backends.cudnn.allow_tf32 = False
         set_up_process(program, self.rank)
         first = options.replace(weights=None) if start.step else options  # a checkpoint has the weights
-        self.job, self.order = prepare(first, program.sizes, program.plan.cut.begins)
+        self.job, self.order = prepared or prepare(first, program.sizes, program.plan.cut.begins)
         self.state = WholeState(self.order.task.model, self.job.units)
         self.order.start(start.step, start.samples)
         self.evaluation = RankEvaluation(options, program, self.order) if options.has_evaluation else None
@@ -147,20 +153,35 @@ class Rank:
 
     def _train(self, checkpoint_dir: CheckpointDir) -> Handlers:
         """Runs all rounds of this rank's worker; returns its state at the end."""
-        rank = start_rank(self.program, self.job, self.batches)
-        self._begin(checkpoint_dir, rank.handlers)
+        with START.phase("workers"):
+            rank = start_rank(self.program, self.job, self.batches)
+            self._begin(checkpoint_dir, rank.handlers)
         if self.rank == 0 and (wires := rank.wire.describe()):
             said = str(mapped_bytes(self.program))
             self.progress.note(f"wires: {wires}" + (f"; {said}" if said else ""))
         rank.handlers.notice = self.watchdog.notice
         self.reporter.follow(rank.handlers.log)
-        for update, spans in rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps)):
+        rounds = rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps))
+        for update, spans in self._first_timed(rounds):
             if not self.after_round(update, rank.handlers, spans):
                 break
         check_state(rank.handlers)  # the result must be finite even if nothing was saved
         rank.handlers.gather_masters()
         rank.wire.close()
         return rank.handlers
+
+    def _first_timed(self, rounds: Iterator[RankRound]) -> Iterator[RankRound]:
+        """Yields rounds; after the first it notes the time from the command to the end of that round."""
+        with START.phase("first update"):
+            first = next(rounds, None)
+        if first is None:
+            return
+        if self.rank == 0 and not START.is_over:
+            self.folder.add_metrics({"start": START.of_process()})
+            self.progress.note(str(START))
+        START.is_over = True
+        yield first
+        yield from rounds
 
     def _result(self, handlers: Handlers) -> WorkerResult:
         """Returns the weights of this rank's worker, and what it has measured."""

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from pipedejavu.engine.device import be_deterministic
 from pipedejavu.facts import end_with_parent, keep_heap
+from pipedejavu.facts.start_phase import START, process_age_s
 from pipedejavu.health.failure import keep_failure, write_failure
 from pipedejavu.health.watchdog import HangWatchdog, HeartbeatPage
 from pipedejavu.launch.handover import Handover
@@ -43,6 +44,7 @@ class WorkerProcess:
     """
 
     def __init__(self, rank: int, size: int, launched: WorkerLaunch):
+        START.add("import", process_age_s())
         end_with_parent()
         # On Ctrl-C the launcher kills its workers at once, even if they wait for something.
         signal.signal(signal.SIGINT, signal.SIG_DFL)

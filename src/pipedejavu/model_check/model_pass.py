@@ -8,7 +8,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from pipedejavu.profile.model_trace import as_call
 from pipedejavu.program import Program
 
 Loss = Callable[[Any, Any], Tensor]
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 class Sample(NamedTuple):
@@ -62,7 +63,7 @@ class WholeModel:
     """A copy of the user's model, called as the user calls it."""
 
     def __init__(self, model: nn.Module, is_chain: bool, loss: Loss, device: torch.device):
-        self.model, self.is_chain, self.loss, self.device = copy.deepcopy(model).to(device), is_chain, loss, device
+        self.model, self.is_chain, self.loss, self.device = copied_to(model, device), is_chain, loss, device
 
     def run(self, inputs: Any, targets: Any) -> Pass:
         """Runs a forward and backward pass of the model and its loss."""
@@ -110,7 +111,9 @@ class DividedModel:
         units: dict[tuple[int, int], tuple[str, nn.Module]] = {}
         for worker in {*holders.values()}:
             numbers = [u for p, piece in enumerate(program.pieces) if holders[p] == worker for u in piece.units]
-            copies = copy.deepcopy([job.units[number] for number in numbers])
+            copies = [
+                (job.units[number][0], module) for number, module in zip(numbers, self._copies(numbers), strict=True)
+            ]
             units |= {(worker, number): unit for number, unit in zip(numbers, copies, strict=True)}
         self.runners = []
         for number, piece in enumerate(program.pieces):
@@ -122,6 +125,10 @@ class DividedModel:
             {name: w.to(device).detach().requires_grad_() for name, w in runner.initial.items()}
             for runner in self.runners
         ]
+
+    def _copies(self, numbers: Sequence[int]) -> nn.ModuleList:
+        """Returns copies of some units on the device; what they share, their copies share."""
+        return copied_to(nn.ModuleList(self.job.units[number][1] for number in numbers), self.device)
 
     def run(self, inputs: Any, targets: Any) -> Pass:
         """Runs a forward and a backward pass through all pieces."""
@@ -167,6 +174,16 @@ class DividedModel:
                 buffers = module.named_buffers(unit, remove_duplicate=False)
                 state |= {name: buffer.detach() for name, buffer in buffers}
         return state
+
+
+def copied_to(module: _Module, device: torch.device) -> _Module:
+    """Returns a deep copy on a device; parameters and buffers are copied there at once, not on the way too."""
+    memo: dict[int, Any] = {}
+    for parameter in module.parameters():
+        if type(parameter) is nn.Parameter and parameter.device != device and parameter.grad is None:
+            there = parameter.detach().to(device, copy=True)
+            memo[id(parameter)] = nn.Parameter(there, requires_grad=parameter.requires_grad)
+    return copy.deepcopy(module, memo).to(device)
 
 
 def first_names(model: nn.Module) -> Mapping[str, str]:

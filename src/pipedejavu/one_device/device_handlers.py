@@ -63,7 +63,7 @@ class DeviceHandlers(Handlers):
             runners[len(program.pieces) - 1, 0].head = HeadUse(program.plan.order.head_chunks)
         self.plain = {n: without_later_hooks(module) for n, (_, module) in enumerate(job.units)}
         """The units without the hooks of the optimizer."""
-        self.optimizer = _make_optimizer(program, job, self.settings, device)
+        self.optimizer = _make_optimizer(program, job, self.settings, self.form, device)
         super().__init__(program, 0, runners, job, batches, ThreadWire(Exchange({}), 0))
         self._form = self.form  # that of the units before their weights were lowered
         self.load_device = CPU  # the optimizer copies what is loaded to where it rests
@@ -161,7 +161,9 @@ def _gpu_budget(planned: Device, device: torch.device) -> int | Literal["auto"]:
     return size_bytes if size_bytes < DeviceMemory(device).limit_bytes() else "auto"
 
 
-def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: torch.device) -> HybridAdamW:
+def _make_optimizer(
+    program: Program, job: Job, settings: UnitSettings, form: ComputeFormat, device: torch.device
+) -> HybridAdamW:
     """Hooks HybridAdamW into the units, with the places of the plan."""
     plan, units = program.plan, [*job.units]
     places: list[AssignedPlace] = ["gpu"] * len(units)
@@ -186,6 +188,10 @@ def _make_optimizer(program: Program, job: Job, settings: UnitSettings, device: 
         microbatches=program.update_size,
         moments=plan.precision.moments,
         assignment=Assignment(
-            units=units, places=places, visitors=plan.keep.visitors, window=plan.keep.window + plan.order.prefetch
+            units=units,
+            places=places,
+            visitors=plan.keep.visitors,
+            window=plan.keep.num_windowed + plan.order.prefetch,
+            sums_wide=form.sums_wide,
         ),
     )

@@ -18,7 +18,7 @@ from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.facts import InputError
 from pipedejavu.hybrid.model_state import ModelState
-from pipedejavu.hybrid.unit_state import ParamState
+from pipedejavu.hybrid.param_state import ParamState
 from pipedejavu.program import Program
 
 
@@ -119,8 +119,8 @@ class StepReview:
                     param.out.wait_on_host()
         pairs = []
         for param in self.model.arrived:
-            in_model = param.parameter.grad
-            gradient = in_model if in_model is not None else param.gradient
+            on_device = param.parameter.grad if param.wide_sum is None else param.wide_sum
+            gradient = on_device if on_device is not None else param.gradient
             assert gradient is not None
             pairs.append((param, gradient.view(param.parameter.shape)))
         return pairs

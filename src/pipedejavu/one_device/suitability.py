@@ -106,8 +106,6 @@ def _of_weights(program: Program, job: Job) -> Iterator[str]:
     for parameter in trained.values():
         if parameter.dtype not in _DTYPES or not parameter.is_contiguous():
             yield f"a parameter is {str(parameter.dtype).removeprefix('torch.')}, or not contiguous"
-    if program.update_size > 1 and has_masters(form, job) and form.sums_wide:
-        yield "gradients of bfloat16 are summed over microbatches in float32"
 
 
 def _of_units(program: Program, job: Job) -> Iterator[str]:
@@ -153,11 +151,6 @@ def _changes_buffers(node: fx.Node) -> bool:
 def form_of(program: Program, job: Job) -> ComputeFormat:
     """Returns how the units of a job compute."""
     return ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
-
-
-def has_masters(form: ComputeFormat, job: Job) -> bool:
-    """Whether some weights are the high halves of their masters."""
-    return any(form.has_master(part, p) for _, module in job.units for part, p in parameters_of(module))
 
 
 def is_lowered(program: Program, job: Job) -> bool:

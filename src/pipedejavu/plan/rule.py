@@ -2,8 +2,10 @@
 
 from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.axis import in_line
+from pipedejavu.plan.correction_rule import CORRECTION_RULES
 from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
-from pipedejavu.plan.layout_rule import LAYOUT_RULES, layout_facts
+from pipedejavu.plan.layout_rule import LAYOUT_RULES
+from pipedejavu.plan.operator_rule import OPERATOR_RULES, operator_facts
 from pipedejavu.plan.plan import Plan
 from pipedejavu.plan.plan_rule import Rule, num_replicas, ties_cross_stages
 from pipedejavu.plan.plan_trait import adds_to_weights, can_take_turns, has_legal_checkpoints, is_written_out
@@ -69,6 +71,8 @@ RULES = (
     *ZERO_RULES,
     *EXPERT_RULES,
     *LAYOUT_RULES,
+    *OPERATOR_RULES,
+    *CORRECTION_RULES,
     Rule(
         lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
         "a bidirectional place pairs workers, and {workers} is odd",
@@ -215,6 +219,19 @@ RULES = (
         "set keep.kind to 'split', or leave keep.places out",
     ),
     Rule(
+        lambda plan, _: plan.keep.window == "auto" and plan.keep.kind != "host",
+        "keep.window 'auto' is chosen for weights in host memory, and keep '{keep}' has none there",
+        "set keep.kind to 'host', or keep.window to 1",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.keep.device_pieces == "auto" and (plan.keep.kind != "split" or plan.keep.places is not None)
+        ),
+        "keep.device_pieces 'auto' divides the state of a stage between device and host, and keep '{keep}' does not, or"
+        " has keep.places",
+        "set keep.kind to 'split' and leave keep.places out, or set keep.device_pieces to 0",
+    ),
+    Rule(
         lambda plan, _: plan.reduce.wire == "server" and plan.place.servers < 1,
         "wire 'server' needs a server, and the place has none",
         "set place.servers to 1 or more",
@@ -328,9 +345,10 @@ def check_plan(plan: Plan, profile: Profile) -> None:
 
 def faults_of(plan: Plan, profile: Profile) -> list[str]:
     """Returns a sentence with the remedy for every rule that the plan breaks."""
-    facts: dict[str, object] = plan.axes() | expert_facts(plan, profile) | layout_facts(plan, profile)
+    facts: dict[str, object] = plan.axes() | expert_facts(plan, profile) | operator_facts(plan, profile)
     facts |= {
         "precision": str(plan.precision),
+        "correction": plan.version.correction,
         "order": plan.order.kind,
         "place": plan.place.kind,
         "keep": plan.keep.kind,

@@ -15,6 +15,7 @@ import torch
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import Job
 from pipedejavu.facts import InputError, Machine, Profile, read_file
+from pipedejavu.facts.start_phase import START
 from pipedejavu.plan import Precision
 from pipedejavu.planner.cache import find, find_or_make, keep
 from pipedejavu.planner.model_key import model_key
@@ -175,7 +176,8 @@ def choose_plans(
             raise InputError(f"machine '{machine.name}' has no {wanted.upper()}; use --devices auto")
         options = options.replace(devices=names)
     options = options.replace(is_runnable=True, candidates=max(count, options.candidates))
-    result = search(profile, machine, options, progress)
+    with START.phase("search"):
+        result = search(profile, machine, options, progress)
     plans = [*islice(find_runnable(result.candidates), count)]
     if not plans:
         raise nothing_fits(profile, machine, options, is_complete=result.is_complete)

@@ -11,6 +11,7 @@ import torch
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.facts import Device, InputError, Machine, Profile, part_kind
+from pipedejavu.facts.start_phase import START
 from pipedejavu.plan import Precision
 from pipedejavu.planner.measure import Make, silent_compiler, with_batches
 from pipedejavu.planner.unit_update import updates_of
@@ -176,7 +177,8 @@ def measure_task(
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if precision.compute == "fp64" else before)
     try:
-        task = open_task(model, data=data, part=part)
+        with START.phase("build"):
+            task = open_task(model, data=data, part=part)
     finally:
         torch.set_default_dtype(before)
     unit_samples, begins = _unit_samples(task, model, sizes, report)
@@ -227,23 +229,38 @@ def estimate_model(
     `efficiencies` are per type of device; by default those fitted to measured operators. With `is_fused` the model is
     compiled.
     """
+    report(f"building {model} without memory")
+    task = open_task(model, device="meta", context=context)
+    return estimate_task(model, task, samples, machine, report, efficiencies, precision, is_fused=is_fused)
+
+
+def estimate_task(
+    name: str,
+    task: Task,
+    samples: int,
+    machine: Machine,
+    report: Report,
+    efficiencies: Mapping[str, Efficiency] | None = None,
+    precision: Precision = PLAIN,
+    *,
+    is_fused: bool = False,
+) -> Profiled:
+    """Estimates a task whose model may be on the meta device, as `estimate_model` does; the model cannot run after."""
     efficiencies = known_efficiencies() if efficiencies is None else efficiencies
     _check(samples)
     sizes = [max(_LEAST, samples // 4) if samples >= 2 * _LEAST else samples + 2, samples]  # two points make a line
-    rates = read_rates(machine, efficiencies, EFFICIENCY, precision.compute)
-    report(f"building {model} without memory")
-    task, mode = open_task(model, device="meta", context=context), make_mode()
+    rates, mode = read_rates(machine, efficiencies, EFFICIENCY, precision.compute), make_mode()
     make_meta_model(task.model, mode)
     unit_samples, cut = [], None
     for size in sizes:
         inputs, targets = meta_like(_batch(task, size), mode)
-        report(f"cutting {model} for {size} samples")
+        report(f"cutting {name} for {size} samples")
         cut = cut if cut and cut.method == "chain" else cut_model(task.model, inputs)
         unit_samples.append(_unit_sample(task, cut, inputs, targets))
     unit_samples = [unit_sample for unit_sample in unit_samples if has_same_units(unit_sample, unit_samples[-1])]
     assert cut is not None
     job = _job(unit_samples[-1])
-    profile = estimate_units(model, unit_samples, job.ties, rates, report, precision, is_fused=is_fused)
+    profile = estimate_units(name, unit_samples, job.ties, rates, report, precision, is_fused=is_fused)
     profile = profile.replace(begins=cut.begins, tp_sizes=_tp_sizes(unit_samples[-1], machine))
     sizes = [unit_sample.samples for unit_sample in unit_samples]
     return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))

@@ -6,6 +6,7 @@ even if the read is far later: that is how skip connections pass through the uni
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from operator import getitem
 from typing import Any
 
@@ -63,7 +64,17 @@ class TensorLiveness:
                 legal -= {*range(self.first(value), last + 1)}
         for start, end in self._changes():
             legal -= {*range(start, end + 1)}
-        return frozenset(p for p in legal if self.at(p))
+        counts = self._num_live()
+        return frozenset(p for p in legal if counts[p])
+
+    def _num_live(self) -> list[int]:
+        """Returns how many values are live at each position from 0 to the number of operations."""
+        changes = [0] * (self.size + 2)
+        for value, last in self.last.items():
+            if (first := self.first(value)) <= last:
+                changes[first] += 1
+                changes[last + 1] -= 1
+        return [*accumulate(changes)][:-1]
 
     def _changes(self) -> Iterator[tuple[int, int]]:
         """Yields the range of positions between the creation of a value and each change of it in place."""

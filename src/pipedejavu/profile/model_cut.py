@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
+from pipedejavu.facts.start_phase import START
 from pipedejavu.profile.live_tensors import TensorLiveness, module_paths
 from pipedejavu.profile.meta_model import Mode, mode_of
 from pipedejavu.profile.model_trace import Trace, trace
@@ -60,10 +61,11 @@ class ModelCut:
                 f"a {type(self.model).__name__} is cut into other units for microbatches of another size; give all of"
                 " them one size"
             )
+        buffer_names = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         for (_, unit), (_, other) in zip(self.units, others, strict=True):
             assert isinstance(unit, Segment)
             assert isinstance(other, Segment)
-            unit.adopt(other)
+            unit.adopt(other, buffer_names)
 
 
 def _contents(name: str, unit: nn.Module) -> tuple[str, frozenset[str]]:
@@ -77,6 +79,11 @@ def cut_model(model: nn.Module, inputs: Any, begins: Sequence[int] = (), operati
     has a few other operations. However the units are grouped into pieces, outputs and gradients equal the model's;
     parameters are the model's own, under its own names. Raises InputError for a model that cannot be traced.
     """
+    with START.phase("cut"):
+        return _cut_model(model, inputs, begins, operations)
+
+
+def _cut_model(model: nn.Module, inputs: Any, begins: Sequence[int], operations: Sequence[str]) -> ModelCut:
     check_parameter_hooks(model)
     if is_chain(model):
         return ModelCut(read_chain(model), "chain", _same, _same, model)

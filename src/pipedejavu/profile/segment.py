@@ -4,7 +4,7 @@ Its parameters and buffers are the model's own, under the model's own names. A g
 segment may hold several graphs. Constants in a graph follow the inputs to another device, and to float64 in a replay.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +80,8 @@ class Segment(GraphUnit):
     def __init__(self, name: str, body: Body):
         super().__init__()
         self.name, self.bodies = name, nn.ModuleList([body])
+        self._buffer_names: frozenset[str] = frozenset()
+        """The model's buffers by name, once there are several graphs; all use the first one's, which may change."""
 
     def forward(self, value: Value) -> Value:
         """Takes and returns the live tensors: one tensor, or a tuple of several."""
@@ -108,13 +110,35 @@ class Segment(GraphUnit):
         bodies = [body for body in self.bodies if isinstance(body, Body)]
         return {tuple(entry.shape for entry in body.entries): body for body in bodies}
 
-    def adopt(self, other: "Segment") -> None:
-        """Adds the graphs of the same part of the model for another shape, sharing this segment's parameters."""
+    def adopt(self, other: "Segment", buffer_names: Collection[str]) -> None:
+        """Adds the graphs of the same part of the model for another shape, sharing this segment's parameters.
+
+        They share its buffers too, those of these names; constants may depend on the shape.
+        """
         holders = {path: module for path, module in self.named_modules() if module._parameters}
         for path, module in other.named_modules():
             if module._parameters:
                 module.__dict__["_parameters"] = holders[path]._parameters
         self.bodies.extend(other.bodies)
+        self._buffer_names = frozenset(buffer_names)
+        self._share_buffers()
+
+    def _share_buffers(self) -> None:
+        """Makes all graphs use the first one's buffers, wherever they have moved since."""
+        first: dict[str, Tensor] = {}
+        for path, module in self.named_modules(remove_duplicate=False):
+            for key, buffer in module._buffers.items():
+                name = ".".join(filter(None, (path, key)))
+                if buffer is not None and name in self._buffer_names:
+                    module._buffers[key] = first.setdefault(name, buffer)
+                elif buffer is not None and first:
+                    module._buffers[key] = buffer.to(next(iter(first.values())).device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Segment":
+        """Follows `to()` and `double()`, which give each graph a copy of its own."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._share_buffers()
+        return self
 
     def named_modules(
         self,

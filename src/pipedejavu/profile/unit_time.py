@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from pipedejavu.facts import HeadForm, Profile, Tie, Unit
+from pipedejavu.facts.start_phase import START
 from pipedejavu.plan import Precision
 from pipedejavu.profile.expert_rows import expert_share, num_experts
 from pipedejavu.profile.head_measurement import measure_head, merge_forms
@@ -54,7 +55,7 @@ def measure_profile(
     setting = MeasureSetting(unit_samples, make_update, form, compiler, report)
     measured: list[MeasuredKind] = []
     forms: list[tuple[HeadForm, ...]] = []
-    with budget.spending():
+    with START.phase("measure"), budget.spending():
         # GPUs come first: they may rule out the CPU.
         for n, (kind, device) in enumerate(sorted(kinds.items(), key=lambda item: item[1].type == "cpu")):
             part = budget.part(1 / (len(kinds) - n))

@@ -7,6 +7,7 @@ from pipedejavu.program.action import FORWARD, Action
 from pipedejavu.program.cut import balance, cut_pieces, piece_inputs
 from pipedejavu.program.group import make_groups
 from pipedejavu.program.limit import check_passes, check_size
+from pipedejavu.program.offload_choice import resolve_offload
 from pipedejavu.program.passes import add_layout_collectives, add_recompute, add_transfers, add_version_drops
 from pipedejavu.program.pipeline import Pipeline, assign_devices, pipelines_of, with_counts
 from pipedejavu.program.program import Program, Worker
@@ -54,7 +55,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
         copies=copies,
     )
     with paused_collector():
-        program = _with_workers(program, active[:1] if copies > 1 else active)
+        program = resolve_offload(_with_workers(program, active[:1] if copies > 1 else active))
         for add in _PASSES:
             program = add(program)
     return program

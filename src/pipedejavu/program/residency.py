@@ -53,7 +53,7 @@ def _add_weights(program: Program) -> Program:
     moving = gathered | {p for p in pieces if rest_of(program, p) == "window"}
     if not moving:
         return program
-    capacity = ahead + (1 if gathered else keep.window)  # pieces on the device at once
+    capacity = ahead + (1 if gathered else keep.num_windowed)  # pieces on the device at once
     before: list[Inserts] = []
     after: list[Inserts] = []
     for worker in program.workers:

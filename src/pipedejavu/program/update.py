@@ -80,7 +80,10 @@ class _UpdatePass:
         return self.last_action[update] == position
 
     def _version(self, a: Action, update: int, key: PieceReplica) -> int:
-        """Returns the weight version that an action reads: a forward decides, its backward reads the same."""
+        """Returns the weight version that an action reads: a forward decides, its backward reads the same.
+
+        Without a stash (correction 'discrepancy'), the backward reads the newest.
+        """
         if a.kind == FORWARD:
             self.read[a.piece, a.microbatch] = {
                 "sync": update,
@@ -90,6 +93,8 @@ class _UpdatePass:
                 "double-buffer": max(0, update - 1),
                 "torn": -1,
             }[self.plan.version.kind]
+        elif self.plan.version.correction == "discrepancy":
+            return self.newest[key]
         return self.read[a.piece, a.microbatch]
 
     def _after_gradient(self, key: PieceReplica, update: int) -> Iterator[Action]:

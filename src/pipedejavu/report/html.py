@@ -38,11 +38,11 @@ def render_html(
     `choices` are the plans that were considered, `forecast` is the predicted timeline of a measured one, and `story` is
     the course of the whole run. The page begins with the `leads`.
     """
-    style = _read("page.css")
-    script = "".join(_read(name) for name in _SCRIPTS)
-    return Template(_read("page.html")).substitute(
+    style = read_part("page.css")
+    script = "".join(read_part(name) for name in _SCRIPTS)
+    return Template(read_part("page.html")).substitute(
         title=escape(title),
-        policy=escape(_policy(style, script)),
+        policy=escape(content_policy(style, script)),
         style=style,
         script=script,
         figures=_figures(timeline, forecast, leads),
@@ -55,18 +55,21 @@ def render_html(
     )
 
 
-def _read(name: str) -> str:
+def read_part(name: str) -> str:
+    """Returns a style, script or template that lies beside this file."""
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-def _policy(style: str, script: str) -> str:
+def content_policy(style: str, script: str = "") -> str:
     """Returns a content security policy that allows exactly this style and script, and no requests."""
 
     def source(text: str) -> str:
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
         return f"'sha256-{digest}'"
 
-    return f"default-src 'none'; img-src data:; style-src {source(style)}; script-src {source(script)}"
+    return f"default-src 'none'; img-src data:; style-src {source(style)}" + (
+        f"; script-src {source(script)}" if script else ""
+    )
 
 
 def _embed(data: dict[str, Any]) -> str:

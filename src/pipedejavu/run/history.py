@@ -16,7 +16,7 @@ from pipedejavu.run.run_lock import is_locked
 State = Literal["running", "finished", "stopped", "failed"]
 _MOST_SHOWN = 1000
 """Characters shown of an event's text."""
-_ABOUT_STEP = {"step", "loss", "count", "samples", "elapsed_s", "peak_bytes", "peak_gpu_bytes"}
+_ABOUT_STEP = {"step", "loss", "count", "samples", "elapsed_s", "peak_bytes", "peak_gpu_bytes", "peak_reserved_bytes"}
 
 
 class RunStep(NamedTuple):
@@ -234,6 +234,8 @@ def _describe(row: Mapping[str, Any]) -> tuple[str, str]:
             return "not saved", f"step {step}: {reason}"
         case {"skipped": step, "reason": reason}:
             return "skipped", f"the update of step {step} was left out: {reason}"
+        case {"start": {**phases}}:
+            return "start", ", ".join(f"{name} {format_seconds(float(str(time_s)))}" for name, time_s in phases.items())
         case {"resumed": step}:
             return "resumed", f"after step {step}"
         case {"shares": [*shares]}:

@@ -115,7 +115,9 @@ class MetricsReporter:
     def peak(self) -> Memory:
         """Returns the peak memory of this process and its GPU."""
         host = most_resident_bytes()
-        return Memory(host, torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0)
+        if self.device.type != "cuda":
+            return Memory(host, 0)
+        return Memory(host, torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
 
     def send(self) -> None:
         """Sends everything new to rank 0."""

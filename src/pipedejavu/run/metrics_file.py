@@ -16,6 +16,7 @@ _MOST = 2**53
 """Integers below this are exact as floats."""
 _COUNTS = {
     "step", "evaluated", "saved", "not_saved", "resumed", "stopped", "count", "samples", "peak_bytes", "peak_gpu_bytes",
+    "peak_reserved_bytes",
 }  # fmt: skip
 _STEP_NAMES = ("step", "saved", "switched", "skipped", "evaluated")
 """Keys that may hold the step of a row."""

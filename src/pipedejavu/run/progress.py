@@ -38,10 +38,13 @@ class Memory(NamedTuple):
 
     host_bytes: int
     gpu_bytes: int
+    reserved_bytes: int = 0
+    """What its allocator has reserved on the GPU."""
 
     def form(self) -> dict[str, int]:
         """Returns the fields for the metrics; without a GPU, only those of the process."""
-        return {"peak_bytes": self.host_bytes} | ({"peak_gpu_bytes": self.gpu_bytes} if self.gpu_bytes else {})
+        gpu = {"peak_gpu_bytes": self.gpu_bytes, "peak_reserved_bytes": self.reserved_bytes} if self.gpu_bytes else {}
+        return {"peak_bytes": self.host_bytes} | gpu
 
     def __str__(self) -> str:
         gpu = f" + {format_bytes(self.gpu_bytes)} GPU" if self.gpu_bytes else ""

@@ -30,9 +30,17 @@ class WorkerResult(NamedTuple):
         flat = {f"{_OTHER}/{name}": tensor for name, tensor in self.others.items()}
         for (piece, replica), named in self.weights.items():
             flat |= {f"{piece}/{replica}/{name}": weight for name, weight in named.items()}
-        flat = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in flat.items()}
+        flat = {key: _copied(tensor) for key, tensor in flat.items()}
         flat[_FACTS] = torch.frombuffer(bytearray(json.dumps(self.facts).encode()), dtype=torch.uint8)
         return save(flat)
+
+    def on_host(self) -> "WorkerResult":
+        """Returns the result as `unpack` does on what `pack` returns, with copies of all tensors on the host."""
+        weights = {
+            key: {name: _copied(weight) for name, weight in named.items()} for key, named in self.weights.items()
+        }
+        others = {name: _copied(tensor) for name, tensor in self.others.items()}
+        return WorkerResult(weights, others, json.loads(json.dumps(self.facts)))
 
     @classmethod
     def unpack(cls, tensors: Mapping[str, Tensor]) -> "WorkerResult":
@@ -47,3 +55,7 @@ class WorkerResult(NamedTuple):
                 replica, _, name = name.partition("/")
                 weights.setdefault((int(kind), int(replica)), {})[name] = tensor
         return cls(weights, others, json.loads(tensors[_FACTS].numpy().tobytes()))
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().contiguous().clone()

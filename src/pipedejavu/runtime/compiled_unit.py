@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts.printable import tell
+from pipedejavu.facts.start_phase import START
 from pipedejavu.runtime.recompute import generators_of
 
 MOST_GRAPHS = 32
@@ -121,7 +122,7 @@ class UnitCompiler:
                         raise
                     self._give_up(call, error)
             else:
-                with around(), self._lock:
+                with around(), self._lock, START.phase("compile"):
                     is_done, result = self._run_first(call, seed)
                 if is_done:
                     return result

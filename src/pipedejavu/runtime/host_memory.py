@@ -1,17 +1,19 @@
 """Host memory for copies to and from a GPU: pinned, and of exactly the size that is needed.
 
-torch rounds pinned memory up to a power of two. A `Slab` maps its pages itself, touches them once on all threads and
-registers them with CUDA. Its mapping is private, because Linux gives huge pages to shared ones only if the system's
-administrator allows it, and an update of the state in small pages waits for address translation. Forked processes, such
-as the workers of a `DataLoader`, do not get the mapping: they would copy each page that the parent writes.
+torch rounds pinned memory up to a power of two. A `Slab` maps its pages itself, touches them on all threads, unless
+`host_pages` did before, and registers them with CUDA. Its mapping is private, because Linux gives huge pages to shared
+ones only if the system's administrator allows it, and an update of the state in small pages waits for address
+translation. Forked processes, such as the workers of a `DataLoader`, do not get the mapping: they would copy each page
+that the parent writes.
 """
 
-import mmap
 import weakref
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from pipedejavu.runtime.host_pages import map_pages, take_warm
 
 ALIGN_BYTES = 64
 CPU = torch.device("cpu")
@@ -26,12 +28,15 @@ class Slab:
     def __init__(
         self, size_bytes: int, zero: Callable[[int, int, Progress], None], *, is_pinned: bool, progress: Progress
     ):
-        """Maps memory and lets `zero`, which takes address, size and progress, write zeros to it."""
+        """Takes memory that is mapped already, or lets `zero`, which takes address, size and progress, map it."""
         self.size_bytes, self._used = size_bytes, 0
-        self._pages = _map_pages(max(size_bytes, 1))
-        self.whole = torch.frombuffer(self._pages, dtype=torch.uint8)[:size_bytes]
+        warm = take_warm(size_bytes, progress) if size_bytes else None
+        self._pages, self._start = warm or (map_pages(max(size_bytes, 1)), 0)
+        self.whole = torch.frombuffer(self._pages, dtype=torch.uint8, count=max(size_bytes, 1), offset=self._start)
+        self.whole = self.whole[:size_bytes]
         address = self.whole.data_ptr()
-        zero(address, size_bytes, progress)
+        if warm is None:
+            zero(address, size_bytes, progress)
         if is_pinned and size_bytes:
             error = torch.cuda.cudart().cudaHostRegister(address, size_bytes, 0)  # type: ignore[no-untyped-call]
             if int(error) != 0:
@@ -44,23 +49,12 @@ class Slab:
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns the next tensor of the slab, one-dimensional and at first zero; `torch.save` writes it alone."""
-        start, size = self._used, numel * dtype.itemsize
+        start, size = self._start + self._used, numel * dtype.itemsize
         self._used += aligned(size)
         assert self._used <= self.size_bytes, "the slab is too small"
         return (
             torch.frombuffer(self._pages, dtype=dtype, count=numel, offset=start) if numel else torch.empty(0).to(dtype)
         )
-
-
-def _map_pages(size_bytes: int) -> mmap.mmap:
-    """Maps memory of this process alone, in huge pages if the system has them."""
-    if not hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, size_bytes)
-    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        if hasattr(mmap, advice):
-            pages.madvise(getattr(mmap, advice))
-    return pages
 
 
 def aligned(size_bytes: int) -> int:

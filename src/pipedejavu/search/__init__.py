@@ -3,6 +3,7 @@
 from pipedejavu.search.advice import Advice, Advised, advise, nothing_fits, smallest_change
 from pipedejavu.search.front import leaner_plans
 from pipedejavu.search.largest import Largest, find_largest
+from pipedejavu.search.rental import Rental, TrainingGoal, compare_rentals
 from pipedejavu.search.search import search
 from pipedejavu.search.search_options import Progress, SearchOptions
 from pipedejavu.search.search_result import MemoryNeed, RankedPlan, SearchResult
@@ -14,9 +15,12 @@ __all__ = [
     "MemoryNeed",
     "Progress",
     "RankedPlan",
+    "Rental",
     "SearchOptions",
     "SearchResult",
+    "TrainingGoal",
     "advise",
+    "compare_rentals",
     "find_largest",
     "leaner_plans",
     "nothing_fits",

@@ -1,4 +1,4 @@
-"""The largest batch of one pass, or the largest number of a model's repeated blocks, that fits.
+"""The largest batch of one pass, number of a model's repeated blocks, or context, that fits.
 
 Candidates are bracketed and bisected by `is_feasible`, which estimates memory alone. Only the result is confirmed by a
 `search`, and again after each step down, as the simulator may need more memory than the estimate.
@@ -17,6 +17,8 @@ from pipedejavu.search.search_options import Progress, SearchOptions
 
 MOST = 2**16
 """Upper limit of the numbers tried."""
+TOKENS = 256
+"""A context is a multiple of this."""
 NEAR = 64
 """The largest number is found within 1/64 of it."""
 
@@ -30,14 +32,19 @@ class Largest(NamedTuple):
 
 
 def find_largest(
-    profile: Profile, machine: Machine, options: SearchOptions, progress: Progress | None = None
+    profile: Profile,
+    machine: Machine,
+    options: SearchOptions,
+    progress: Progress | None = None,
+    with_context: Callable[[int], Profile] | None = None,
 ) -> Largest | None:
-    """Returns the largest problem that fits, for the objectives `batch` and `blocks`; None for the others.
+    """Returns the largest problem that fits, for the objectives `batch`, `blocks` and `context`; None for the others.
 
-    Devices too slow to be worthwhile hold state and train nothing, however much memory they have. Raises InputError if
-    even the smallest problem does not fit, or if the model's blocks cannot be multiplied.
+    `with_context` returns the profile of the model with another number of tokens per sample, if it can have one.
+    Devices too slow to be worthwhile hold state and train nothing, however much memory they have. Raises InputError
+    if even the smallest problem does not fit, or if the model's blocks cannot be multiplied or its context changed.
     """
-    if options.objective not in ("batch", "blocks"):
+    if options.objective not in ("batch", "blocks", "context"):
         return None
 
     names = worthwhile(profile, machine, usable(profile, machine, options))
@@ -45,7 +52,7 @@ def find_largest(
 
     def fits(profile: Profile, options: SearchOptions, *, is_sure: bool) -> bool:
         if progress:
-            progress(0.0, f"a batch of {options.batch}, {len(profile.units)} units")
+            progress(0.0, f"{profile.name}, a batch of {options.batch}, {len(profile.units)} units")
         if not is_sure:
             return is_feasible(profile, machine, options)
         return search(profile, machine, options.replace(candidates=1)).best is not None
@@ -60,6 +67,16 @@ def find_largest(
         size = f"{many:,} parameters" if many else f"{format_bytes(weights)} of weights"
         text = f"{count} blocks like {profile.units[start].name} fit, where the model has {run}: {size}"
         return Largest(larger, options, text)
+    if options.objective == "context":
+        if with_context is None:
+            raise InputError(
+                "objective 'context' needs a model whose context can be changed; give it by its shape, such as gpt-1.3b"
+            )
+        count = _most(lambda n, sure: fits(with_context(n * TOKENS), options, is_sure=sure))
+        if not count:
+            raise nothing_fits(with_context(TOKENS), machine, options)
+        text = f"a context of {count * TOKENS:,} tokens is the longest that fits, in steps of {TOKENS}"
+        return Largest(with_context(count * TOKENS), options, text)
     step = max(sum(machine.device(name).type == "gpu" for name in names), 1)
     whole = options.replace(samples=None)
     count = _most(lambda n, sure: fits(profile, whole.replace(batch=n * step), is_sure=sure))

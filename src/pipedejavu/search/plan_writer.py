@@ -13,8 +13,9 @@ from pipedejavu.search.stage_cost import StageCosts
 
 MOST_WORK_ITEMS = 4000
 """Microbatches times workers up to which other schedules are tried."""
-_ORDERS = {"zb-h1": "ZB-H1", "interleaved": "interleaved"}
-_SMALLER = {"zb-v": "ZB-V", "dualpipe-v": "DualPipeV"}
+_ORDERS = (("zb-h1", "ZB-H1", 1), ("interleaved", "interleaved", 2))
+"""Presets of other schedules, with their titles and the chunks of units per worker."""
+_SMALLER = (("interleaved", "interleaved × 4", 4), ("zb-v", "ZB-V", 2), ("dualpipe-v", "DualPipeV", 2))
 """Schedules with still smaller bubbles; tried if the bubble of 1F1B is at least `LEAST_BUBBLE`."""
 LEAST_BUBBLE = 0.15
 """Share of an update."""
@@ -54,13 +55,13 @@ def other_orders(plan: Plan, profile: Profile) -> list[Plan]:
     has_bubble = workers - 1 >= LEAST_BUBBLE * (count + workers - 1)
     has_halves = any(time.weight_backward != Cost() for unit in profile.units for time in unit.times.values())
     plans = []
-    for name, title in (_ORDERS | _SMALLER if has_bubble else _ORDERS).items():
-        source = preset(name).plan
-        decision = Decision(axis="order", choice=name, reason="simulated beside 1F1B, whose bubble it makes smaller")
+    for name, title, chunks in (*_ORDERS, *_SMALLER) if has_bubble else _ORDERS:
+        source, choice = preset(name).plan, name if chunks <= 2 else f"{name} with {chunks} chunks per worker"
+        decision = Decision(axis="order", choice=choice, reason="simulated beside 1F1B, whose bubble it makes smaller")
         other = plan.replace(
             name=f"{plan.name}, {title}",
-            cut=plan.cut if source.place.chunks == 1 else plan.cut.replace(bounds=None),
-            place=plan.place.replace(kind=source.place.kind, chunks=source.place.chunks),
+            cut=plan.cut if chunks == 1 else plan.cut.replace(bounds=None),
+            place=plan.place.replace(kind=source.place.kind, chunks=chunks),
             order=source.order.replace(head_chunks=order.head_chunks),
             decisions=(*kept, decision),
         )

@@ -20,9 +20,9 @@ class SearchOptions(Record):
     batch: int = Field(default=32, ge=1)
     """Samples per update, over all replicas."""
     searcher: Searcher = "auto"
-    objective: Literal["time", "price", "batch", "blocks"] = "time"
-    """`time` and `price` are minimised per sample. `batch` and `blocks` are for `find_largest`: first the largest that
-    fits, then time; under `batch` an update is one pass, as any batch fits in microbatches."""
+    objective: Literal["time", "price", "batch", "blocks", "context"] = "time"
+    """`time` and `price` are minimised per sample. `batch`, `blocks` and `context` are for `find_largest`: first the
+    largest that fits, then time; under `batch` an update is one pass, as any batch fits in microbatches."""
     prices: dict[str, float] = Field(default_factory=dict)
     """Price per device and hour, by kind; other kinds cost nothing."""
     staleness: int = Field(default=0, ge=0)

@@ -6,6 +6,7 @@ from torch import nn
 
 from pipedejavu.engine import Batches, Job, Threads
 from pipedejavu.facts import InputError
+from pipedejavu.facts.start_phase import START
 from pipedejavu.one_device import start_threads
 from pipedejavu.program import Program
 from pipedejavu.session.rank_rounds import RankRounds, Workers
@@ -19,7 +20,8 @@ def start_workers(program: Program, job: Job, batches: Batches, model: nn.Module
     """
     if has_ranks:
         return RankRounds(program, job, batches)
-    workers = start_threads(program, job, batches, in_place=all(module is not model for _, module in job.units))
+    with START.phase("workers"):
+        workers = start_threads(program, job, batches, in_place=all(module is not model for _, module in job.units))
     for worker in workers.handlers:
         worker.needs_spans = len(program.workers) > 1  # to plan again
     return workers

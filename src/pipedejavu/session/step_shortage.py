@@ -1,10 +1,12 @@
 """Devices that run out of memory in a step of the user's own loop: one sentence in place of torch's own text."""
 
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
 from pipedejavu.facts import Span
+from pipedejavu.facts.start_phase import START
 from pipedejavu.program import Program
 
 
@@ -22,7 +24,10 @@ class StepRunner(Protocol):
 def run_explained(rounds: StepRunner, program: Program, step: int) -> tuple[Span, ...]:
     """Runs a round that begins with a step; raises StepShortage in place of torch.OutOfMemoryError."""
     try:
-        return rounds.run()
+        with nullcontext() if START.is_over else START.phase("first update"):
+            spans = rounds.run()
+        START.is_over = True
+        return spans
     except torch.OutOfMemoryError as error:
         if isinstance(error, StepShortage):
             raise

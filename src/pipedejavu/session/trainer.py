@@ -17,6 +17,7 @@ from pipedejavu.engine.engine_state import take_all
 from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.facts.measurement import MEASURE_S
+from pipedejavu.facts.start_phase import START
 from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
 from pipedejavu.plan.precision_request import PrecisionRequest
@@ -39,7 +40,6 @@ from pipedejavu.session.loop_watchdog import start_watchdogs
 from pipedejavu.session.model_refresh import ModelRefresh, release
 from pipedejavu.session.newest_weights import NewestWeights, copy_newest
 from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
-from pipedejavu.session.rank_rounds import Workers
 from pipedejavu.session.started_workers import detach, held_by_session, start_workers
 from pipedejavu.session.step_shortage import run_explained
 from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
@@ -165,9 +165,9 @@ class Trainer:
     def _begin(self, sample: Any) -> None:
         """Plans for batches like the sample, and starts the workers."""
         release(self.model)
+        START.restart()
         first, reduction = self._reader.form(sample), self._reader.read(sample)[1]
-        plan = TrainerPlan(self.model, self.loss, self._optimizer, self._options)
-        prepared = plan.prepare(first, reduction)
+        prepared = TrainerPlan(self.model, self.loss, self._optimizer, self._options).prepare(first, reduction)
         self._cut, self._job, self.batch = prepared.cut, prepared.job, prepared.batch
         self.units = self._cut.units
         self._whole_state = WholeState(self.model, self.units)
@@ -193,8 +193,7 @@ class Trainer:
         check_fit(prediction)
         sizes = program.sizes * program.plan.steps
         self.batch = BatchSplit(batch, sizes, self.batch.reduction, self._cut, pads=may_pad(program.plan))
-        has_ranks = self._ranks is not None
-        self.threads: Workers = start_workers(program, self._job, self.batch, self.model, has_ranks=has_ranks)
+        self.threads = start_workers(program, self._job, self.batch, self.model, has_ranks=self._ranks is not None)
         units = {id(job.units): job.units for job in (worker.recorded_job for worker in self.threads.handlers)}
         self.batch.cuts = [replace(self._cut, units=each) for each in units.values()]
         replicas = ReplicaCheck(program, self._job, self._options.check_replicas)

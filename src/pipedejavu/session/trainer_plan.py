@@ -16,13 +16,7 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.compile_choice import (
-    CompiledPlan,
-    CompileMode,
-    asked_plan,
-    decide_compile,
-    refuse_compile,
-)
+from pipedejavu.planner.compile_choice import CompiledPlan, CompileMode, asked_plan, decide_compile, refuse_compile
 from pipedejavu.planner.measure import explain_estimates, measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, kept_profile, known_machine, measure_setups
 from pipedejavu.planner.precision_choice import with_precision
@@ -48,6 +42,10 @@ from pipedejavu.source.task import loss_of
 from pipedejavu.source.user_batch import UserBatch
 
 OptimizerOf = Callable[[Units], Optimizer]
+_SUM = (
+    "the loss is a sum over samples, and a step divides it by their number, which a plain loop does not: the learning"
+    " rate and the clip norm are those of a mean"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +101,8 @@ class TrainerPlan:
         self.compiler = UnitCompiler()
         """Compiles alike units once, for the measurement and for the workers."""
         self.budget = TimeBudget(options.measure_budget_s)
+        self._known: ModelCut | None = None
+        """The first cut; the units of all later ones that begin alike are the same modules."""
 
     def prepare(self, first: UserBatch, reduction: Reduction) -> PreparedModel:
         """Cuts the model, searches for a plan if none is given, compiles it and checks the units.
@@ -110,6 +110,8 @@ class TrainerPlan:
         On several ranks the first plans, and the others take its plan.
         """
         ranks = self.options.ranks
+        if reduction.kind == "sum" and (ranks is None or ranks.rank == 0):
+            tell(_SUM)
         if ranks is None:
             return self._prepare(first, reduction)
         hosts = ranks.group.worker_hosts()
@@ -130,7 +132,7 @@ class TrainerPlan:
         """Cuts the model and compiles the plan as the first rank has, given its plan, profile and machine."""
         plan, profile, machine = Plan.from_json(parts[0]), Profile.from_json(parts[1]), Machine.from_json(parts[2])
         batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
-        cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
+        cut = batch.cut = self._cut(batch.own_inputs(0), plan.cut.begins)
         summed = without_padding(reduction.summed(self.loss))
         job = self._job(cut, summed)
         program = compile_plan(plan, profile, machine, fold=False)
@@ -203,7 +205,7 @@ class TrainerPlan:
                 " each"
             )
         batch = BatchSplit(first, _sizes(plan), reduction, pads=may_pad(plan))
-        cut = batch.cut = cut_model(self.model, batch.own_inputs(0), plan.cut.begins)
+        cut = batch.cut = self._cut(batch.own_inputs(0), plan.cut.begins)
         job = self._job(cut, summed)
         check_whole_state(job.optimizer, plan)
         if best is not None:
@@ -211,6 +213,15 @@ class TrainerPlan:
         else:
             program = _measure_and_compile(job, plan, batch, options, hosts, self.budget)
         return PreparedModel(cut, job, program, batch, best is not None)
+
+    def _cut(self, inputs: Any, begins: Sequence[int] = ()) -> ModelCut:
+        """Returns the model as units that take inputs of this shape; traces each shape once."""
+        if self._known is not None and (not begins or tuple(begins) == self._known.begins):
+            self._known.fit(inputs)
+            return self._known
+        cut = cut_model(self.model, inputs, begins)
+        self._known = self._known or cut
+        return cut
 
     def _job(self, cut: ModelCut, summed: Callable[[Any, Any], Tensor]) -> Job:
         options, optimizer = self.options, self.optimizer(cut.units)
@@ -273,7 +284,7 @@ class TrainerPlan:
         """
         most = min(batch.size, MOST_SAMPLES, most)
         sizes = [most] if is_compiled else [size for size in choose_sizes(most) if size <= batch.size]
-        cut = batch.cut = cut_model(self.model, batch.own_head(sizes[-1]))
+        cut = batch.cut = self._cut(batch.own_head(sizes[-1]))
         job = self._job(cut, loss)
         setups, precision = measure_setups(machine), self._precision(machine).precision
         setups = tuple(setup for setup in setups if setup.kind in only) or setups

@@ -13,6 +13,7 @@ from pipedejavu.program.action import COMPUTE_KINDS, GRADIENT_KINDS, RECV
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.program import shard_group
 from pipedejavu.program.tp_group import NUM_ALL_REDUCES
+from pipedejavu.simulate.correction_cost import added_updates
 
 
 class ActionWork(NamedTuple):
@@ -153,6 +154,8 @@ class ActionCosts:
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
         time = time / self.plan.tensor_shards + self._sums(a, samples)
+        if more := added_updates(self.program, a):
+            time += more * sum(t.update_s for t in times)
         return ActionWork(0.0, time, issue_s=issue)
 
     def _sums(self, a: Action, samples: float) -> float:
@@ -181,6 +184,7 @@ class ActionCosts:
         shares = [self.sizes.held_share(unit) for unit in units]
         times = self._times(a, device.kind)
         time = sum(t.update_s * share for t, share in zip(times, shares, strict=True)) / parts
+        time *= 1 + added_updates(self.program, a)
         if device.type == trainer.type:
             return ActionWork(0.0, time)
         users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))

@@ -1,15 +1,18 @@
 """What a trained language model says: a prompt, or the first held-out chat, continued by the folder of the result."""
 
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from pipedejavu.data.data_source import open_held_out
 from pipedejavu.facts import InputError
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.source.chosen_data import data_choice
+from pipedejavu.source.document_probe import separates_documents
 from pipedejavu.source.hf_config import offline
 from pipedejavu.source.hf_folder import without_progress_bars
 from pipedejavu.source.hf_model import token_form, tokenizer_folder
@@ -41,12 +44,14 @@ def generate_sample(options: TrainOptions, folder: Path) -> Generated | None:
     transformers = import_module("transformers")
     with offline():
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = _held_out_prompt(options) if options.sample is None else _read_prompt(tokenizer, options)
-    if ids is None:
+    if options.sample is None and data_choice(options).for_evaluation() is None:
         return None
     with offline(), without_progress_bars():
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.eval()
+    ids = _held_out_prompt(options, model) if options.sample is None else _read_prompt(tokenizer, options)
+    if ids is None:
+        return None
     with torch.no_grad():
         tokens = torch.tensor([ids])
         output = model.generate(
@@ -67,20 +72,22 @@ def _read_prompt(tokenizer: Any, options: TrainOptions) -> list[int]:
     return [*tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
-def _held_out_prompt(options: TrainOptions) -> list[int] | None:
+def _held_out_prompt(options: TrainOptions, model: nn.Module) -> list[int] | None:
     """Returns the tokens before the first answer of the first held-out record, or the first tokens of a text."""
-    name, choice = options.model.removeprefix("hf:"), data_choice(options).replace(packing="stream")
+    name, separates = options.model.removeprefix("hf:"), cache(partial(separates_documents, model))
     form = token_form(name, options.context)
-    if form is None or choice.for_evaluation() is None:
+    if form is None:
         return None
     folder = tokenizer_folder(name, options.weights)
-    data = open_held_out(choice, form, default="stdlib", seed=options.seed, model_folder=folder, is_zoo=False)
+    data = open_held_out(
+        data_choice(options), form, default="stdlib", seed=options.seed, model_folder=folder, is_zoo=False,
+        separates=separates,
+    )  # fmt: skip
     if data is None:
         return None
     inputs, targets = data.batch([0])
-    if not isinstance(inputs, torch.Tensor):
-        return None
-    if not bool((targets == IGNORED).any()):  # a text
-        return [int(token) for token in inputs[0, : min(MOST_BEGUN, inputs.shape[1])]]
+    ids = inputs[0] if isinstance(inputs, tuple) else inputs  # several documents in a row come with positions
     first = int((targets[0] != IGNORED).nonzero()[0])
-    return [int(token) for token in inputs[0, : first + 1]]
+    if not first:  # a text
+        return [int(token) for token in ids[0, : min(MOST_BEGUN, ids.shape[1])]]
+    return [int(token) for token in ids[0, : first + 1]]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipedejavu.facts import InputError
+from pipedejavu.facts.start_phase import START
 from pipedejavu.health.failure import is_shortage
 from pipedejavu.profile.model_trace import as_call
 from pipedejavu.profile.sequential import is_chain, read_chain
@@ -22,7 +23,7 @@ from pipedejavu.runtime.deferred_head import DeferredHead
 from pipedejavu.runtime.deferred_logits import HeadUse
 from pipedejavu.source.probed_model import frozen_but, undisturbed
 from pipedejavu.source.rng import drawn_since, seed_all
-from pipedejavu.source.user_batch import UserBatch, count_samples
+from pipedejavu.source.user_batch import UserBatch, count_samples, few_tokens
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -34,6 +35,8 @@ _NEAR = 0.01
 """Relative tolerance for equal gradients; wrong reductions differ by 0.1 or more."""
 _CHUNKS = 64
 """Chunks of the head and its loss if memory is short."""
+_FEW = 16
+"""Tokens per sample that are probed first: how a loss is reduced does not depend on how many there are."""
 _MOST_OBSERVED = 1_000_000
 """Elements of the gradient that are compared; taken from the last parameters, whose gradients cost the least."""
 
@@ -93,14 +96,23 @@ def find_reduction(model: nn.Module, loss: Loss, readings: Iterable[UserBatch]) 
     """
     _check_own(loss)
     failure: Exception | None = None
-    with undisturbed(model):
+    with START.phase("probe"), undisturbed(model):
         for reading in readings:
             try:
-                return _find_within_memory(_Probe(model, loss, reading)), reading
+                return _find_quickly(model, loss, reading), reading
             except Exception as error:  # a wrong interpretation may raise anything
                 failure = failure or error
     assert failure is not None
     raise failure
+
+
+def _find_quickly(model: nn.Module, loss: Loss, batch: UserBatch) -> Reduction:
+    """Returns the reduction, from a few tokens per sample if they tell it."""
+    short = few_tokens(batch, _FEW, _ignored_by(loss))
+    if short is not None:
+        with suppress(Exception):  # a model may need its full length
+            return _Probe(model, loss, short).reduction()
+    return _find_within_memory(_Probe(model, loss, batch))
 
 
 def _find_within_memory(probe: "_Probe") -> Reduction:
@@ -125,9 +137,7 @@ class _Probe:
         if not self.parameters:
             raise InputError("no parameter of the model requires a gradient; call requires_grad_() on what is trained")
         self.device = self.parameters[0].device
-        keywords = getattr(loss, "keywords", {})
-        ignored = keywords.get("ignore_index", getattr(loss, "ignore_index", _IGNORED))
-        self.ignored = ignored if isinstance(ignored, int) else _IGNORED
+        self.ignored = _ignored_by(loss)
         self.is_chunked = False
         """Whether the logits of a head and their loss are computed in chunks of tokens."""
         self._fixed: Any = None
@@ -284,6 +294,13 @@ class _Probe:
 
     def _here(self, tree: Any) -> Any:
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(self.device), tree)
+
+
+def _ignored_by(loss: Loss) -> int:
+    """Returns the label that a loss ignores, from its `ignore_index` or that of a partial function."""
+    keywords = getattr(loss, "keywords", {})
+    ignored = keywords.get("ignore_index", getattr(loss, "ignore_index", _IGNORED))
+    return ignored if isinstance(ignored, int) else _IGNORED
 
 
 def _check_own(loss: Loss) -> None:

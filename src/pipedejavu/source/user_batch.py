@@ -125,6 +125,30 @@ class UserBatch:
                 yield replace(self, per_sample=self.per_sample - {*shared})
 
 
+def few_tokens(batch: UserBatch, count: int, ignored: int) -> UserBatch | None:
+    """Returns `count` neighbouring tokens of each sample, those of which the most labels count.
+
+    Returns None if the batch does not look like tokens: the targets are integers, a row per sample, and every tensor
+    with a row per sample is an integer or a truth value for each token.
+    """
+    targets, leaves = batch.targets, _named(batch.inputs)
+    if not isinstance(targets, Tensor) or targets.ndim != 2 or targets.dtype not in (torch.int64, torch.int32):
+        return None
+    length = targets.shape[1]
+    tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+    is_tokens = all(t.shape == targets.shape and not t.is_floating_point() for t in tensors)
+    if length <= count or not tensors or not is_tokens or any(name not in batch.per_sample for name, _ in leaves):
+        return None
+    valid = torch.nn.functional.pad(targets.ne(ignored).cumsum(1), (1, 0))
+    begin = int((valid[:, count:] - valid[:, :-count]).amin(0).argmax())
+
+    def shortened(leaf: Tensor) -> Tensor:
+        return leaf[:, begin : begin + count]
+
+    inputs = pytree.tree_map_only(Tensor, shortened, batch.inputs)
+    return replace(batch, inputs=inputs, targets=shortened(targets))
+
+
 def _named(inputs: Any) -> list[tuple[str, Any]]:
     return [(_name(path), leaf) for path, leaf in pytree.tree_flatten_with_path(inputs)[0]]
 

@@ -57,6 +57,11 @@ def read_shape(text: str) -> Shape:
     return _checked(Shape(**numbers), text)
 
 
+def shape_text(shape: Shape) -> str:
+    """Returns the text that `read_shape` reads a shape from."""
+    return f"{PREFIX}{shape.layers}x{shape.width}x{shape.heads},seq={shape.context},vocab={shape.vocabulary}"
+
+
 def tokens_of(name: str) -> int | None:
     """Returns the tokens per sample of a shape; None for another model."""
     return read_shape(name).context if name in SHAPES or name.startswith(PREFIX) else None
