@@ -205,6 +205,8 @@ class Profile(Record):
     batch: dict[str, Cost] = Field(default_factory=dict)
     """Time to make a microbatch's samples, by kind of device. The first unit's forward includes it; a worker with the
     last unit but not the first makes the samples too, for their targets."""
+    batch_bytes: PartBytes = 0.0
+    """Bytes of the first unit's inputs, per sample."""
     precision: str = "fp32"
     """The precision that times and bytes are of, as a plan prints it."""
     drift: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
