@@ -20,6 +20,7 @@ from pipedejavu.program.action import (
 from pipedejavu.program.program import Group, GroupRole, Program, stage_group
 from pipedejavu.program.value import (
     ACTIVATION,
+    BATCH,
     CONSENSUS,
     DEVICE,
     GRADIENT,
@@ -38,7 +39,7 @@ from pipedejavu.program.value import (
 _UPDATE_COPIES = 2
 """Temporary copies of a parameter while AdamW updates it: a square root and a denominator."""
 
-_PER_SAMPLE = frozenset((SAVED, ACTIVATION, GRADIENT))
+_PER_SAMPLE = frozenset((SAVED, ACTIVATION, GRADIENT, BATCH))
 """Kinds whose size grows with the samples of the microbatch."""
 _PER_PARAMETER = frozenset((WEIGHTS, WEIGHT_GRADIENT, PUSH, CONSENSUS, OPTIMIZER_STATE))
 """Kinds with one tensor per parameter."""
@@ -221,6 +222,8 @@ class Sizes:
             return self._tp_size[piece] * self.outgoing(piece, self.program.outputs[piece]) * samples
         if kind == GRADIENT:
             return self._tp_size[piece] * self.incoming(piece, self.program.inputs[piece]) * samples
+        if kind == BATCH:
+            return self.program.profile.batch_bytes * samples
         return 0.0
 
     def workspace(self, a: Action, *, is_first: bool) -> float:

@@ -391,8 +391,7 @@ class Handlers(JoinedState):
             self.values[value_of(a)] = self.applier.move_state((a.piece, a.replica), self.device)
         else:
             stays = a.what == ValueKind.WEIGHTS and rest_of(self.program, a.piece) != "lean"
-            on_host = self.values[key] if stays else self.values.pop(key)
-            brought = _taken(a, on_host, self.device)
+            brought = _taken(a, self.values[key] if stays else self.values.pop(key), self.device)
             self.values[value_of(a)] = as_leaves(brought) if a.what == ValueKind.WEIGHTS else brought
 
 

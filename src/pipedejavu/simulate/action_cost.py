@@ -214,11 +214,19 @@ class ActionCosts:
         ends = [(self.machine.cpu_of(device).name, device.name) for device in devices]
         routes = [self.machine.route(h, d) if a.kind == ActionKind.FETCH else self.machine.route(d, h) for h, d in ends]
         work = _transfer(routes, self.sizes.moved(a))
+        if a.what == ValueKind.BATCH:
+            return self._with_loading(work, a, devices[0])
         measured = [t.copy_s.get(f"{a.kind}:{a.what}") for t in self._times(a, devices[0].kind)]
         known = [time for time in measured if time is not None]
         if len(known) < len(measured):
             return work
         return work._replace(latency_s=0.0, time_s=sum(known) * max(work.loads, default=1))
+
+    def _with_loading(self, copy: ActionWork, a: Action, device: Device) -> ActionWork:
+        """Returns the work of the two stages that bring samples: while one batch is copied, the host makes the next."""
+        loading = self.program.profile.batch.get(self.machine.cpu_of(device).kind)
+        loading_s = loading.at(self.sizes.samples(a.microbatch)) if loading else 0.0
+        return copy._replace(time_s=max(copy.time_s, loading_s))
 
     def _copies(self, worker: int) -> range:
         """Returns the workers that a worker of a folded program stands for."""
