@@ -200,6 +200,8 @@ class Profile(Record):
     units: tuple[Unit, ...] = Field(min_length=1)
     edges: tuple[Edge, ...] | None = None
     ties: tuple[Tie, ...] = ()
+    tp_sizes: tuple[int, ...] | None = None
+    """Numbers of devices over which its operators can be divided, of those that a search tries; None if not known."""
     batch: dict[str, Cost] = Field(default_factory=dict)
     """Time to make a microbatch's samples, by kind of device. The first unit's forward includes it; a worker with the
     last unit but not the first makes the samples too, for their targets."""

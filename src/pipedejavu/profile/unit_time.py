@@ -59,7 +59,7 @@ def measure_profile(
         # GPUs come first: they may rule out the CPU.
         for n, (kind, device) in enumerate(sorted(kinds.items(), key=lambda item: item[1].type == "cpu")):
             part = budget.part(1 / (len(kinds) - n))
-            with (around or {}).get(kind, nullcontext)(), form.context(device, caches=False), allowed_tf32(precision):
+            with (around or {}).get(kind, nullcontext)(), form.context(device), allowed_tf32(precision):
                 measured.append(measure_kind(kind, device, setting, part, measured))
                 forms.append(_head_forms(measured, forms, last.samples, part))
     profile = Profile(

@@ -12,8 +12,8 @@ from pipedejavu.program import Action, ActionKind, GroupRole, Program, UpdatePla
 from pipedejavu.program.action import COMPUTE_KINDS, GRADIENT_KINDS, RECV
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.program import shard_group
-from pipedejavu.program.tp_group import NUM_ALL_REDUCES
 from pipedejavu.simulate.correction_cost import added_updates
+from pipedejavu.simulate.unit_traffic import unit_collectives
 
 
 class ActionWork(NamedTuple):
@@ -159,7 +159,7 @@ class ActionCosts:
         return ActionWork(0.0, time, issue_s=issue)
 
     def _sums(self, a: Action, samples: float) -> float:
-        """Returns the time of the sums inside a piece's divided operators: two of a unit's output per pass."""
+        """Returns the time of the collectives inside a piece's divided units."""
         if self.plan.tensor_shards == 1 or a.kind == ActionKind.WEIGHT_BACKWARD:
             return 0.0
         group = self.program.groups.get(shard_group(self.program.pieces[a.piece].stage, a.replica))
@@ -167,9 +167,13 @@ class ActionCosts:
         if group is None or not routes:
             return 0.0
         latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
-        rounds, volume = TRAFFIC["all-reduce"](len(group.workers))
-        sizes = [self.program.profile.units[u].boundary_bytes * samples for u in self.program.pieces[a.piece].units]
-        return math.fsum(NUM_ALL_REDUCES * (rounds * latency + volume * size / rate) for size in sizes)
+        units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
+        is_backward = a.kind in (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
+        times = []
+        for name, size in (row for u in units for row in unit_collectives(self.plan, u, samples, is_backward)):
+            rounds, volume = TRAFFIC[name](len(group.workers))
+            times.append(rounds * latency + volume * size / rate)
+        return math.fsum(times)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
         """Whether a worker loads samples only for their targets: it has the last piece but not the first."""
