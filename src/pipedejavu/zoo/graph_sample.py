@@ -15,7 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipedejavu.facts import InputError
-from pipedejavu.graph_data import Block, CsrGraph, NeighbourSampler, Rows, open_code_graph, open_graph, open_power_law
+from pipedejavu.graph_data import (
+    Block,
+    CsrGraph,
+    NeighbourSampler,
+    Rows,
+    open_code_graph,
+    open_graph,
+    open_power_law,
+    open_published,
+)
+from pipedejavu.graph_data.csr_graph import MANIFEST
 from pipedejavu.zoo.dataset import Indices, check_indices
 from pipedejavu.zoo.form import GraphForm
 from pipedejavu.zoo.image import Split
@@ -34,7 +44,8 @@ def open_graph_data(detail: str, form: GraphForm, root: Path, *, seed: int, spli
     elif detail == "stdlib":
         graph = open_code_graph(root)
     elif detail:
-        graph = open_graph(detail)
+        has_manifest = (Path(detail) / MANIFEST).is_file()
+        graph = open_graph(detail) if has_manifest else open_published(Path(detail), root)
     else:
         raise InputError("data 'graph' needs a detail; write graph:power:EDGES, graph:stdlib or graph:FOLDER")
     for what, asked, there in (
