@@ -36,7 +36,7 @@ bench: .venv/ready  ## Measure the speed of the simulator and of the engine
 	$(BIN)/python bench/simulate.py
 	$(BIN)/python bench/engine.py
 
-.venv/ready: pyproject.toml hatch_build.py src/pipedejavu/optim/native.c
+.venv/ready: pyproject.toml hatch_build.py src/pipedejavu/optim/native.c src/pipedejavu/graph_data/sampler.c
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[train,data,dev]'
 	@touch $@

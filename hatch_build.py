@@ -1,6 +1,6 @@
-"""Builds the native pass of AdamW when a wheel or an editable install is made.
+"""Builds the native passes of AdamW and of the neighbour sampler when a wheel or an editable install is made.
 
-Without a C compiler, or where compiling fails, the package stays pure Python: its torch reference gives the same bits.
+Without a C compiler, or where compiling fails, the package stays pure Python: its references give the same bits.
 """
 
 import os
@@ -13,35 +13,40 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-SOURCE = "src/pipedejavu/optim/native.c"
-LIBRARY = "src/pipedejavu/optim/_native.so"
+LIBRARIES = {
+    "src/pipedejavu/optim/native.c": "src/pipedejavu/optim/_native.so",
+    "src/pipedejavu/graph_data/sampler.c": "src/pipedejavu/graph_data/_sampler.so",
+}
+"""By C file, the library that Python loads by its path."""
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 """Every operation is rounded once: nothing that lets a compiler contract or approximate."""
 
 
 class NativeBuild(BuildHookInterface[Any]):
-    """Compiles one C file to a library that Python loads by its path."""
+    """Compiles each C file to a library."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
         """Compiles, and marks the wheel as one of this platform."""
-        fault = _compile(Path(self.root))
-        if fault is not None:
-            self.app.display_warning(f"{SOURCE} was not compiled, {fault}; the torch reference takes its place.")
+        for source, library in LIBRARIES.items():
+            fault = _compile(Path(self.root) / source, Path(self.root) / library)
+            if fault is not None:
+                self.app.display_warning(f"{source} was not compiled, {fault}; the reference takes its place.")
+                continue
+            build_data["artifacts"].append(library)
+        if not build_data["artifacts"]:
             return
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-        build_data["artifacts"].append(LIBRARY)
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform}"  # the library knows nothing of Python
 
 
-def _compile(root: Path) -> str | None:
+def _compile(source: Path, library: Path) -> str | None:
     """Returns why there is no library, or None; one of an earlier build never stays behind."""
-    library = root / LIBRARY
     library.unlink(missing_ok=True)
     compiler = _find_compiler()
     if compiler is None:
         return "for there is no C compiler (CC, cc, gcc, clang)"
-    command = [*compiler, *FLAGS, "-shared", "-fPIC", "-pthread", "-o", str(library), str(root / SOURCE)]
+    command = [*compiler, *FLAGS, "-shared", "-fPIC", "-pthread", "-o", str(library), str(source)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:

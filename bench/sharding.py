@@ -7,7 +7,7 @@ its own that wait while others run. FSDP2 (`fully_shard` per block) frees weight
 `zero-3` does, or keeps them until the backward has used them, as `zero-2` does. Bytes are those that a rank must send;
 FSDP2's are counted on the loopback interface, as all ranks use Gloo there. Memory is what a rank's process grows by
 from its model to the end of its steps. The forecast is that of the simulator, from the times of units on all ranks at
-once and from the rate of the wire, both measured here before the first step.
+once and from the collectives of the ranks, both measured here before the first step.
 """
 
 import argparse
@@ -27,8 +27,11 @@ from torch.multiprocessing.spawn import start_processes
 
 from pipedejavu.engine import AdamW, Job
 from pipedejavu.engine.rank_process import RankRun
-from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime, keep_heap
+from pipedejavu.facts import CollectiveTime, Cost, Device, Host, Link, Machine, Profile, Unit, UnitTime, keep_heap
 from pipedejavu.plan import preset
+from pipedejavu.planner.measure import measure
+from pipedejavu.probe.collective_time import CollectiveSample, fit_collectives, sample_collectives
+from pipedejavu.probe.machine_shape import num_cores
 from pipedejavu.program import Program, compile
 from pipedejavu.run.metrics import resident_bytes
 from pipedejavu.simulate import simulate
@@ -72,43 +75,16 @@ class Tokens:
         return self.form[0] * self.form[1]
 
 
-def time_unit(module: nn.Module, value: Tensor) -> tuple[Tensor, UnitTime]:
-    """Returns a unit's output and its times, the medians of five."""
-    forwards, backwards = [], []
-    is_real = value.is_floating_point()
-    for _ in range(5):
-        value = value.detach().requires_grad_(is_real)
-        start = time.perf_counter()
-        output = module(value)
-        middle = time.perf_counter()
-        output.backward(torch.ones_like(output))
-        forwards.append(middle - start)
-        backwards.append(time.perf_counter() - middle)
-    optimizer = torch.optim.AdamW(module.parameters(), fused=True)
-    optimizer.step()
-    start = time.perf_counter()
-    optimizer.step()
-    update_s = time.perf_counter() - start
-    cost = {"forward": Cost(fixed_s=median(forwards)), "backward": Cost(fixed_s=median(backwards))}
-    return output.detach(), UnitTime(**cost, update_s=update_s)
-
-
-def measure(asked: argparse.Namespace, byte_s: float) -> tuple[Profile, Machine]:
+def measure_here(asked: argparse.Namespace, collectives: tuple[CollectiveTime, ...]) -> tuple[Profile, Machine]:
     """Returns the model's units with their times, and the ranks with the wire between them."""
-    value, rows = Tokens(asked.samples, asked.tokens).inputs(0), []
-    for name, module in units(asked.width, asked.blocks):
-        size = sum(4 * p.numel() for p in module.parameters())
-        value, times = time_unit(module, value)
-        rows.append(
-            Unit(name=name, times={"cpu": times}, parameter_bytes=size, gradient_bytes=size, optimizer_bytes=2 * size)
-        )
-    devices = [
-        Device(name=f"c{n}", kind="cpu", type="cpu", host="here", memory_bytes=2**40) for n in range(asked.ranks)
-    ]
-    link = Link(bytes_per_s=1 / byte_s)
-    return Profile(name="model", units=tuple(rows)), Machine(
-        name="here", hosts=(Host(name="here"),), devices=tuple(devices), links=(link,)
-    )
+    job, tokens = Job(units=units(asked.width, asked.blocks), loss=loss, optimizer=AdamW(lr=1e-3)), Tokens
+    plan = preset("ddp").at(workers=asked.ranks, microbatches=1, samples=asked.samples)
+
+    def batch(samples: int) -> tuple[Tensor, Tensor]:
+        return tokens(samples, asked.tokens).inputs(0), tokens(samples, asked.tokens).targets(0)
+
+    profile = measure("model", job, plan, batch, lambda numbers: batch(len(numbers)), {"cpu": torch.device("cpu")})
+    return profile, machine_of(asked.ranks, collectives)
 
 
 def program_of(name: str, profile: Profile, machine: Machine, ranks: int, samples: int) -> Program:
@@ -165,9 +141,9 @@ def run_rank(rank: int, folder: str, asked: argparse.Namespace, names: list[str]
     dist.init_process_group(
         "gloo", store=dist.FileStore(f"{folder}/store", asked.ranks), rank=rank, world_size=asked.ranks
     )
-    byte_s = time_wire(asked)
+    collectives = time_wire(asked)
     dist.barrier()
-    box = [measure(asked, byte_s)]  # on all ranks at once, as they train
+    box = [measure_here(asked, collectives)]  # on all ranks at once, as they train
     dist.broadcast_object_list(box)
     profile, machine = box[0]
     figures: dict[str, dict[str, float]] = {}
@@ -209,27 +185,23 @@ def run_rank(rank: int, folder: str, asked: argparse.Namespace, names: list[str]
     dist.destroy_process_group()
 
 
-def time_wire(asked: argparse.Namespace) -> float:
-    """Returns the seconds per byte that a rank sends in a scattered sum, over the wire that the engine takes."""
+def time_wire(asked: argparse.Namespace) -> tuple[CollectiveTime, ...]:
+    """Returns the times of collectives of these ranks, over the wire that the engine takes."""
     unit = Unit(name="u", times={"cpu": UnitTime(forward=Cost(fixed_s=1.0), backward=Cost(fixed_s=1.0))})
-    devices = [
-        Device(name=f"c{n}", kind="cpu", type="cpu", host="here", memory_bytes=2**40) for n in range(asked.ranks)
-    ]
-    machine = Machine(name="here", hosts=(Host(name="here"),), devices=tuple(devices), links=(Link(bytes_per_s=1e9),))
+    machine = machine_of(asked.ranks, ())
     program = program_of("ddp", Profile(name="one", units=(unit,)), machine, asked.ranks, 1)
     run = RankRun(program, Job(units=[("u", nn.Linear(1, 1))], loss=loss, optimizer=AdamW(lr=1.0)), Tokens(1, 1))
-    vector = torch.ones(asked.ranks << 20)
-    seconds = []
-    for _ in range(7):
-        dist.barrier()
-        start = time.perf_counter()
-        run.wire.reduce_scatter(vector, "s0")
-        seconds.append(time.perf_counter() - start)
+    samples: list[dict[str, list[list[CollectiveSample]]]] = [{}] * asked.ranks
+    dist.all_gather_object(samples, sample_collectives(run.wire.memory_groups["s0"]))
     run.wire.close()
-    sent = vector.nbytes * (asked.ranks - 1) / asked.ranks
-    table = torch.tensor([median(seconds) / sent])
-    dist.all_reduce(table, dist.ReduceOp.MAX)
-    return float(table)
+    return fit_collectives(samples)
+
+
+def machine_of(ranks: int, collectives: tuple[CollectiveTime, ...]) -> Machine:
+    """Returns this host with a CPU device for each rank, and the wire between them."""
+    devices = [Device(name=f"c{n}", kind="cpu", type="cpu", host="here", memory_bytes=2**40) for n in range(ranks)]
+    links = (Link(bytes_per_s=1e9, collectives=collectives),)
+    return Machine(name="here", hosts=(Host(name="here", cores=num_cores()),), devices=tuple(devices), links=links)
 
 
 def main() -> None:

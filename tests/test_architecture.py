@@ -32,7 +32,9 @@ LEVELS = {
     "one_device": 5,
     "search": 5,
     "report": 5,
+    "graph_data": 4,
     "zoo": 5,
+    "cluster": 6,
     "data": 6,
     "health": 6,
     "run": 6,
@@ -42,10 +44,11 @@ LEVELS = {
     "planner": 8,
     "session": 9,
     "launch": 10,
-    "cli": 11,
+    "reproduce": 11,
+    "cli": 12,
 }
 """Rooms by their level; a room that does not exist yet has its level already."""
-WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report")
+WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report", "cluster")
 TORCH = ("torch", "torchvision", "transformers", "accelerate")
 ONLY_IN_CLI = ("typer", "click")
 ROOT = ("", "__main__")

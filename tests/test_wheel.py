@@ -26,7 +26,9 @@ print(pipedejavu.__version__, library() is not None)
 def build(folder: Path, compiler: str | None) -> Path:
     """Returns the wheel of a copy of the source, built by a compiler or by none."""
     source = folder / "source"
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("_native.so", "__pycache__"))
+    shutil.copytree(
+        ROOT / "src", source / "src", ignore=shutil.ignore_patterns("_native.so", "_sampler.so", "__pycache__")
+    )
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     environment = {**os.environ, "CC": compiler or str(folder / "none")}

@@ -315,6 +315,10 @@ def moe(**changes) -> Plan:
     return preset("moe").plan.replace(**changes)
 
 
+def megatron(*layouts: str) -> Plan:
+    return preset("megatron").plan.replace(cut=Cut(kind="layout", layouts=layouts))
+
+
 BROKEN: list[tuple[Plan, str, str]] = [
     (
         preset("pipedream").plan.replace(keep=Keep(versions=1)),
@@ -708,9 +712,92 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "use larger microbatches",
     ),
     (
+        preset("1f1b").plan.replace(version=Version(correction="weight-prediction")),
+        "correction 'weight-prediction' starts from the newest weights of a stage, which forwards read under version"
+        " 'stash' of order '1f1b-async' only, and the version is 'sync + weight-prediction'",
+        "use version 'stash', as preset:pipedream does, or correction 'delay-compensation' or 'none'",
+    ),
+    (
+        preset("ddp").plan.replace(version=Version(correction="delay-compensation")),
+        "correction 'delay-compensation' needs weights older than the newest, one version for the 8 microbatches of an"
+        " update, and a worker that knows both; version 'sync + delay-compensation' with wire 'all-reduce' and gate"
+        " 'barrier' does not",
+        "use preset:pipedream, preset:pipedream-2bw or preset:parameter-server with it, or correction 'none'",
+    ),
+    (
+        preset("hetpipe").plan.replace(version=Version(kind="stash", correction="discrepancy")),
+        "gate 'bound' adds the waves of other replicas to the weights, which correction 'discrepancy' would take for a"
+        " worker's own updates",
+        "set version.correction to 'none', or use gate 'barrier'",
+    ),
+    (
+        preset("spectrain").plan.replace(
+            place=Place(workers=2, stage_replicas=(2, 1)), feed=Feed(kind="round-robin", microbatches=2)
+        ),
+        "the replicas of a stage read different versions for one update, so its delay is no single number",
+        "use place.replicas in place of place.stage_replicas, or correction 'none' and rate_updates 0",
+    ),
+    (
+        preset("pipemare").plan.replace(order=Order(kind="1f1b-async", recompute=1.0)),
+        "recomputing reads the weights of the forward, and correction 'discrepancy' keeps none of them",
+        "switch order.recompute off, or use correction 'none'",
+    ),
+    (
+        preset("pipemare").plan.replace(is_compiled=True),
+        "correction 'discrepancy' puts other weights into what the forward saved, and compiled units and saved tensors"
+        " that move to the host keep theirs",
+        "switch is_compiled off and keep activations on the device, or use correction 'weight-prediction'",
+    ),
+    (
+        preset("spectrain").plan.replace(precision=Precision(compute="bf16", masters="split")),
+        "correction 'weight-prediction' computes with differences of weights, and split masters have theirs in two"
+        " halves",
+        "set precision.masters to 'fp32'",
+    ),
+    (
+        preset("1f1b").plan.replace(version=Version(rate_updates=3)),
+        "version.rate_updates divides the learning rate by the known delay of a stage, and order '1f1b' has none",
+        "leave version.rate_updates out, or use order '1f1b-async'",
+    ),
+    (
+        preset("pipedream").plan.replace(name="tied", version=Version(kind="stash", rate_updates=3)),
+        "stages that share weights have different delays, and their copies would get different updates",
+        "untie the weights, or use correction 'weight-prediction' or 'discrepancy' without version.rate_updates",
+    ),
+    (
         Plan(cut=Cut(capacity=1.25)),
         "cut.capacity limits the rows of experts, and cut 'whole(1.25)' divides none",
         "leave cut.capacity out, or use layout 'expert'",
+    ),
+    (
+        megatron("sequence"),
+        "cut 'sequence' divides the sequence or vocabulary beside heads, columns and rows, and has none of these",
+        "add 'head', 'row', 'col' and 'row' to cut.layouts, or use layout 'context'",
+    ),
+    (
+        megatron("context", "col"),
+        "layout 'context' divides all activations along the sequence, and cut 'context col' divides them otherwise too",
+        "leave the other layouts out, or use 'sequence' in place of 'context'",
+    ),
+    (
+        preset("1f1b").plan.replace(cut=Cut(kind="chain", layouts=("sequence",))),
+        "cut 'chain sequence' divides activations over the workers of tensor-parallel groups, and the place has none",
+        "set place.stage_shards, or leave cut.layouts out",
+    ),
+    (
+        preset("1f1b").plan.replace(cut=Cut(kind="chain", layouts=("col",))),
+        "cut 'chain col' names layouts of operators, which a chain finds in its tensor-parallel groups without names",
+        "leave all but 'sequence', 'vocabulary' and 'context' out of cut.layouts, or set cut.kind to 'layout'",
+    ),
+    (
+        megatron("col", "row", "vocabulary", "stationary-x"),
+        "cut 'col row vocabulary stationary-x' divides both channels of pictures and tokens",
+        "leave one of the two out of cut.layouts",
+    ),
+    (
+        megatron("head", "row", "col", "row", "vocabulary").replace(order=Order(head_chunks=4)),
+        "layout 'vocabulary' computes a cross-entropy of parts of the logits, and 4 chunks of the head need all",
+        "leave order.head_chunks out, or use layout 'sequence' without 'vocabulary'",
     ),
 ]
 

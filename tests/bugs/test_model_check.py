@@ -1,6 +1,7 @@
 """Models whose recording would compute something else are refused, with the unit, the line, the size and the cause."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -241,7 +242,7 @@ class WithLittle(WithFactor):
 
 def test_rounding_is_allowed_and_no_more(capsys) -> None:
     make_trainer(WithRounding())
-    assert not capsys.readouterr().err
+    assert "the model" not in capsys.readouterr().err
     with pytest.raises(InputError, match=r"in pass 2 .* the output differs by \d.*e-\d+, where the largest value is"):
         make_trainer(WithLittle())
 
@@ -293,3 +294,24 @@ def test_a_parameter_without_part_in_the_loss_is_not_shrunk_silently() -> None:
     trainer = Trainer(model, sum_of_squares, sample=batch(0), workers=2, optimizer=AdamW(lr=0.01, weight_decay=0.1))
     trainer.step(batch(1))
     assert torch.equal(trainer.save_to_model()[2].spare, torch.ones(6))
+
+
+@pytest.mark.parametrize(
+    ("free_gpu", "free_host", "flop", "chosen", "reason"),
+    [
+        (600, 0, 1e15, "cuda", ""),
+        (400, 600, 1e9, "cpu", ""),
+        (400, 600, 1e12, None, "400 B on the GPU, and 48 TFLOP are too many for the CPU"),
+        (400, 400, 1e9, None, "400 B on the GPU and 400 B on the host"),
+    ],
+)
+def test_a_gpu_that_is_too_small_leaves_the_check_to_the_cpu_only_if_it_is_short(
+    monkeypatch, free_gpu, free_host, flop, chosen, reason
+) -> None:
+    # Two models make two passes of four samples, each of three times the forward's operations.
+    monkeypatch.setattr(check, "free_memory_bytes", lambda: free_host)
+    monkeypatch.setattr(check, "DeviceMemory", lambda _: SimpleNamespace(free_bytes=lambda: free_gpu))
+    profile = SimpleNamespace(units=[SimpleNamespace(flop=flop)])
+    checked = SimpleNamespace(program=SimpleNamespace(profile=profile, sizes=(4, 4)))
+    device, said = check._choose_device(checked, 100, torch.device("cuda"))
+    assert (device and device.type, said) == (chosen, reason)

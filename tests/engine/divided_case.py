@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Sgd
 from pipedejavu.plan import Plan
-from pipedejavu.plan.axis import Cut, Feed, Order, Place, Reduce
+from pipedejavu.plan.axis import Cut, Feed, Layout, Order, Place, Reduce
 from pipedejavu.zoo.transformer import TransformerBlock, TransformerSize
 from tests.engine.case import Case, Samples, Units, gpt_samples
 
@@ -15,9 +15,9 @@ from tests.engine.case import Case, Samples, Units, gpt_samples
 class Tokens(nn.Module):
     """Token and position embeddings, with dropout."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, context: int, vocabulary: int) -> None:
         super().__init__()
-        self.token, self.position = nn.Embedding(7, 8), nn.Parameter(torch.randn(3, 8))
+        self.token, self.position = nn.Embedding(vocabulary, 8), nn.Parameter(torch.randn(context, 8))
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -35,10 +35,10 @@ class TiedLogits(nn.Module):
         return self.norm(x) @ self.weight.T
 
 
-def heads(count: int, dropout: float = 0.2) -> Units:
+def heads(count: int, dropout: float = 0.2, context: int = 3, vocabulary: int = 7) -> Units:
     """A GPT with four heads, dropout inside and outside of what is divided, and a tied embedding."""
-    tokens = Tokens(dropout)
-    size = TransformerSize(layers=count, width=8, context=3, vocabulary=7, heads=4, dropout=dropout)
+    tokens = Tokens(dropout, context, vocabulary)
+    size = TransformerSize(layers=count, width=8, context=context, vocabulary=vocabulary, heads=4, dropout=dropout)
     blocks: Units = [(f"u{n}", TransformerBlock(size, is_causal=True)) for n in range(1, count - 1)]
     return [("u0", tokens), *blocks, (f"u{count - 1}", TiedLogits(tokens.token.weight))]
 
@@ -78,7 +78,21 @@ def filter_samples(sizes: list[int], random: torch.Generator) -> Samples:
     return Samples(x, [torch.randint(0, 3, (n,), generator=random) for n in sizes], sizes)
 
 
+def long_heads(count: int) -> Units:
+    return heads(count, context=8, vocabulary=12)
+
+
+def long_samples(sizes: list[int], random: torch.Generator) -> Samples:
+    """Sequences of eight tokens; some targets do not count."""
+    x = [torch.randint(0, 12, (n, 8), generator=random) for n in sizes]
+    y = [torch.randint(0, 12, (n, 8), generator=random) for n in sizes]
+    for target in y:
+        target[0, 2:5] = -100
+    return Samples(x, y, [int((target != -100).sum()) for target in y])
+
+
 MODELS = {"heads": (heads, gpt_samples), "wide-mlp": (wide_mlp, wide_mlp_samples), "filters": (filters, filter_samples)}
+MODELS |= {"tokens": (long_heads, long_samples)}
 
 
 def divided_case(
@@ -92,12 +106,17 @@ def divided_case(
     optimizer: AdamW | Sgd | None = None,
     rounds: int = 2,
     layout: str = "",
+    layouts: tuple[Layout, ...] = (),
     **order: Any,
 ) -> Case:
     """Returns a case of tensor × pipeline × data parallelism with microbatches of four samples."""
     plan = Plan(
         name="divided",
-        cut=Cut(kind="layout", layouts=(layout,)) if layout else Cut(kind="chain") if workers > 1 else Cut(),
+        cut=Cut(kind="layout", layouts=(layout,))
+        if layout
+        else Cut(kind="chain", layouts=layouts)
+        if workers > 1 or layouts
+        else Cut(),
         place=Place(workers=workers, replicas=replicas, shards=shards)
         if layout
         else Place(workers=workers, replicas=replicas, stage_shards=(shards,) * workers if shards > 1 else None),

@@ -8,7 +8,7 @@ from pipedejavu.engine.threads import Threads, check_runnable
 from pipedejavu.facts import InputError
 from pipedejavu.plan.axis import Keep, Order, Place
 from pipedejavu.program import compile as compile_plan
-from pipedejavu.runtime.graph_part import SumForward
+from pipedejavu.runtime.graph_step import SumForward
 from tests.engine.case import machine_of, profile_of
 from tests.engine.divided_case import divided_case
 

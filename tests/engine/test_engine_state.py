@@ -11,7 +11,7 @@ from tests.engine.test_presets import ADAMW, MOMENTUM, SCORED, SYNCHRONOUS, VERS
 
 PLANS = [(name, *size) for name, sizes in {**SYNCHRONOUS, **VERSIONED, **SCORED}.items() for size in sizes[:1]]
 # Several workers of a server push in any order, so that no two runs are alike; one worker's are.
-PLANS = [(name, 1 if name == "parameter-server" else workers, count) for name, workers, count in PLANS]
+PLANS = [(name, 1 if name in ("parameter-server", "dc-asgd") else workers, count) for name, workers, count in PLANS]
 
 
 def run(threads, rounds):

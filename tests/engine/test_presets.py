@@ -55,7 +55,10 @@ VERSIONED = {
     "pipedream": [(2, 5), (4, 6)],
     "pipedream-vertical": [(2, 5), (4, 6)],
     "pipedream-2bw": [(2, 2), (4, 3)],
+    "spectrain": [(4, 6)],
+    "pipemare": [(4, 6)],
     "parameter-server": [(2, 3), (3, 2)],
+    "dc-asgd": [(3, 2)],
     "easgd": [(2, 3), (3, 3)],
     "easgd-sync": [(2, 3), (3, 3)],
     "hetpipe": [(2, 9), (3, 12)],
@@ -66,8 +69,9 @@ SCORED = {"zeno": [(2, 3), (4, 1)]}
 """Synchronous, but not every gradient counts."""
 SUMS_IN_OTHER_ORDER = ("pipedream-2bw", "hetpipe")
 
-DIVIDED = ("megatron", "stationary-x", "stationary-y", "stationary-w", "moe")
-"""They divide operators or experts, which the models here do not have: see `test_divided_run`, `test_expert_shards`."""
+DIVIDED = ("megatron", "sequence", "vocabulary", "context", "stationary-x", "stationary-y", "stationary-w", "moe")
+"""They divide operators, sequences or experts, which the models here do not have: see `test_divided_run`,
+`test_sequence_run` and `test_expert_shards`."""
 
 ALL = {**SYNCHRONOUS, **VERSIONED, **SCORED, "hogwild": [(3, 3)]}
 SIZED = [(name, *size) for name, sizes in ALL.items() for size in sizes]

@@ -137,6 +137,6 @@ def test_stages_are_counted(cut: str, place: Place, order: str, num_stages: int 
 
 def test_what_an_order_implies() -> None:
     flush_free = {name for name, p in presets().items() if p.plan.is_flush_free}
-    assert flush_free == {"pipedream", "pipedream-vertical", "pipedream-2bw", "hetpipe"}
+    assert flush_free == {"pipedream", "pipedream-vertical", "pipedream-2bw", "spectrain", "pipemare", "hetpipe"}
     assert {name for name, p in presets().items() if p.plan.splits_backward} == {"zb-h1", "zb-v", "dualpipe-v"}
     assert {name for name, p in presets().items() if p.plan.prefetches_data} == {"hyscale"}

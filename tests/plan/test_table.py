@@ -52,6 +52,9 @@ ROWS: dict[str, dict[str, Any]] = {
     "zero-3": {**_ZERO, "keep": "zero-3"},
     "zero-r": {**_ZERO, "keep": "zero-2", "recompute": "all", "activations": "host"},
     "megatron": {**_MESH, "layouts": ("head", "row", "col", "row")},
+    "sequence": {**_MESH, "layouts": ("head", "row", "col", "row", "sequence")},
+    "vocabulary": {**_MESH, "layouts": ("head", "row", "col", "row", "sequence", "vocabulary")},
+    "context": {**_MESH, "layouts": ("context",)},
     "stationary-x": {**_MESH, "layouts": ("stationary-x",)},
     "stationary-y": {**_MESH, "layouts": ("stationary-y",)},
     "stationary-w": {**_MESH, "layouts": ("stationary-w",)},
@@ -80,13 +83,13 @@ ROWS: dict[str, dict[str, Any]] = {
     "fine": {"cut": "chain", "is_line": True, "order": "1f1b", "is_eager": True, "keep": "split"},
 }  # fmt: skip
 
-NOT_IN_THE_TABLE = {"model-parallel", "zero-offload"}
+NOT_IN_THE_TABLE = {"model-parallel", "zero-offload", "spectrain", "pipemare", "dc-asgd"}
 
 _BY_UNIT = "eager divides a stage into units, and an operator's collective stands beside its unit"
 _ONE_DEVICE = "on one device an order that is not layer-major has one stage; `keep` speaks of its pieces"
 
 DEPARTURES: dict[str, dict[str, tuple[Any, str]]] = {
-    "megatron": {"is_eager": (True, _BY_UNIT)},
+    **{name: {"is_eager": (True, _BY_UNIT)} for name in ("megatron", "sequence", "vocabulary", "context")},
     "stationary-x": {"is_eager": (True, _BY_UNIT)},
     "stationary-y": {"is_eager": (True, _BY_UNIT)},
     "stationary-w": {"is_eager": (True, _BY_UNIT)},

@@ -353,3 +353,35 @@ def test_a_backward_takes_what_the_whole_model_takes(name: str) -> None:
     beside = [stay for stay in stays if stay.value[0] not in "wdo"]
     taken = [sum(stay.size_bytes for stay in beside if stay.birth <= at < stay.death) for at in backward]
     assert max(taken) == pytest.approx(whole.saved_bytes + whole.backward_work_bytes)
+
+
+class TooLarge(nn.Linear):
+    """A linear layer whose pass with gradients has no memory for more than two samples."""
+
+    def forward(self, x):
+        if torch.is_grad_enabled() and len(x) > 2 and type(x) is torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
+def test_a_size_without_memory_is_left_out_and_the_others_do() -> None:
+    torch.manual_seed(0)
+    chain = [("first", nn.Linear(4, 6)), ("last", TooLarge(6, 3))]
+
+    def sample(count):
+        return UnitSample(chain, torch.randn(count, 4), torch.zeros(count, dtype=torch.long), loss)
+
+    profile = measure_profile("net", [sample(1), sample(5)], (), {"cpu": CPU}, make_update)
+    first, last = (unit.times["cpu"] for unit in profile.units)
+    assert not first.is_estimated
+    assert not last.is_estimated
+    assert last.forward.at(1) > 0
+    assert last.forward.at(5) == pytest.approx(5 * last.forward.at(1))  # one size gives no fixed part
+
+
+def test_a_unit_without_memory_for_any_size_is_estimated() -> None:
+    chain = [("first", nn.Linear(4, 6)), ("last", TooLarge(6, 3))]
+    unit_sample = UnitSample(chain, torch.randn(5, 4), torch.zeros(5, dtype=torch.long), loss)
+    profile = measure_profile("net", [unit_sample], (), {"cpu": CPU}, make_update)
+    assert profile.units[1].times["cpu"].is_estimated
+    assert "last" in profile.estimated["cpu"]

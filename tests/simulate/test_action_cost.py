@@ -4,8 +4,8 @@ import pytest
 
 from pipedejavu.analysis import verify
 from pipedejavu.analysis.size import Sizes
-from pipedejavu.facts import Cost, Link
-from pipedejavu.plan import preset
+from pipedejavu.facts import CollectiveTime, Cost, Device, Host, Link
+from pipedejavu.plan import Feed, Place, Reduce, preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate, unit_costs
 
@@ -85,6 +85,44 @@ def test_sums_take_what_was_measured_of_sums() -> None:
     assert sums_s(sum_latency_s=2.0, sum_bytes_per_s=0.1) == 2 * 2 + 10
 
 
+def gathered(cores: int, *times: CollectiveTime) -> tuple[float, float]:
+    """Returns the makespan of a ZeRO-3 step of two CPU workers and the longest GATHER."""
+    plan, profile, machine = unit_costs(preset("zero-3").at(workers=2, microbatches=1), {"F": 100.0, "B": 200.0})
+    devices = tuple(d.replace(type="cpu") for d in machine.devices if d.name != "host")
+    hosts = tuple(host.replace(cores=cores) for host in machine.hosts)
+    links = (Link(bytes_per_s=1e9, collectives=times),)
+    units = tuple(u.replace(parameter_bytes=800, gradient_bytes=800) for u in profile.units)
+    program = compile_plan(
+        plan, profile.replace(units=units), machine.replace(devices=devices, hosts=hosts, links=links), fold=False
+    )
+    prediction = simulate(program, verify(program))
+    spans = [s for s in prediction.timeline().spans() if s.action.startswith("GATHER")]
+    return prediction.makespan_s, max(s.end_s - s.start_s for s in spans)
+
+
+def collective_times(core_share: float, members: int = 2) -> tuple[CollectiveTime, ...]:
+    times = {"all-gather": (1.0, 100.0), "reduce-scatter": (2.0, 200.0)}
+    return tuple(
+        CollectiveTime(kind=kind, members=members, latency_s=a, bytes_per_s=rate, core_share=core_share)
+        for kind, (a, rate) in times.items()
+    )
+
+
+def test_collectives_take_what_was_measured_of_their_kind_and_size() -> None:
+    assert gathered(64, *collective_times(0.0))[1] == 1 + 800 / 100
+    # From four members to two: a third of the rounds, and two thirds of the traffic.
+    assert gathered(64, *collective_times(0.0, members=4))[1] == pytest.approx(1 / 3 + 800 / 100 * (1 / 2) / (3 / 4))
+
+
+def test_a_collective_takes_its_time_from_the_compute_of_a_cpu_worker_without_a_spare_core() -> None:
+    hidden_s, _ = gathered(8, *collective_times(1.0))
+    crowded_s, slowed_s = gathered(2, *collective_times(1.0))
+    plan_units = (crowded_s - hidden_s, slowed_s)
+    assert slowed_s == 2 * (1 + 800 / 100), "it has half of the core while the worker computes"
+    assert crowded_s > hidden_s, plan_units
+    assert gathered(2, *collective_times(0.0)) == gathered(8, *collective_times(1.0)), "a wait for messages takes none"
+
+
 @pytest.mark.parametrize(("again", "expected"), [((0,), 1.0), ((1,), 2.0), ((0, 1), 3.0)])
 def test_recomputing_takes_the_time_of_the_units_that_are_named(again: tuple[int, ...], expected: float) -> None:
     plan, profile, machine = unit_costs(preset("gpipe").at(workers=2, microbatches=1), {})
@@ -102,3 +140,20 @@ def test_recomputing_takes_the_time_of_the_units_that_are_named(again: tuple[int
     program = compile_plan(plan, profile.replace(units=units), machine)
     spans = simulate(program, verify(program)).timeline().spans()
     assert [s.end_s - s.start_s for s in spans if s.action.startswith("R0")] == [expected]
+
+
+def test_while_one_batch_is_copied_the_host_makes_the_next() -> None:
+    def fetch_s(loading_s: float) -> float:
+        plan, profile, machine = unit_costs(preset("hyscale").at(workers=1, samples=4, microbatches=1), {"F": 1.0})
+        plan = plan.replace(place=Place(), feed=Feed(samples=4), reduce=Reduce())
+        gpu = Device(name="gpu0", kind="unit", type="gpu", host="h", memory_bytes=2**40)
+        devices = (gpu, gpu.replace(name="cpu0", type="cpu"))
+        links = (Link(scope="same-host", bytes_per_s=10.0),)
+        machine = machine.replace(hosts=(Host(name="h"),), devices=devices, links=links)
+        profile = profile.replace(batch_bytes=5.0, batch={"unit": Cost(fixed_s=loading_s)})
+        program = compile_plan(plan, profile, machine)
+        spans = simulate(program, verify(program)).timeline().spans()
+        return next(span.end_s - span.start_s for span in spans if span.action.startswith("FETCH"))
+
+    assert fetch_s(0.0) == 4 * 5.0 / 10.0
+    assert fetch_s(3.0) == 3.0

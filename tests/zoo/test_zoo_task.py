@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 from pipedejavu.facts import FaultsError, InputError
-from pipedejavu.zoo import MODEL_NAMES, build, order
+from pipedejavu.zoo import MODEL_NAMES, build, is_graph_model, order
 
 Tiny = tuple[str, dict[str, Any]]
 
@@ -67,12 +67,14 @@ def test_the_names_are_those_of_the_command_line() -> None:
         "gpt-tiny", "gpt-small", "gpt-medium", "gpt-large", "gpt-1.3b", "gpt-6.7b", "gpt-175b",
         "gpt-10-layers", "gpt-10-layers-no-dropout",
         "bert-tiny", "bert-base", "bert-large", "seq2seq-tiny", "seq2seq-base", "moe-tiny", "moe-small",
+        "sage", "gcn", "gat", "sage-3",
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODEL_NAMES)
-def test_every_name_can_be_built(name: str) -> None:
-    task = build(name, device="meta", data="random")
+def test_every_name_can_be_built(name: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    task = build(name, device="meta", data="graph:power:1000" if is_graph_model(name) else "random")
     assert task.name == name
     _, target = task.data.batch([0])
     assert task.count(target) >= 1
@@ -112,6 +114,22 @@ def test_every_name_can_be_built(name: str) -> None:
             "mlp",
             {"data": "stdlib"},
             "data 'stdlib' has tokens, but the model reads images; use digits, mnist, cifar10 or random",
+        ),
+        (
+            "sage",
+            {"data": "digits"},
+            "the model reads a graph, and data 'digits' has none; graph networks, such as zoo:sage, take"
+            " graph:power:EDGES, graph:stdlib or graph:FOLDER",
+        ),
+        (
+            "sage",
+            {"data": "graph"},
+            "data 'graph' needs a detail; write graph:power:EDGES, graph:stdlib or graph:FOLDER",
+        ),
+        (
+            "sage",
+            {"data": "graph:power:x"},
+            "graph:power:EDGES takes a number of edges, found 'x'; write graph:power:100000",
         ),
         ("mlp", {"data": "digit"}, "there is no data 'digit'; did you mean 'digits'?"),
     ],

@@ -8,11 +8,13 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from pipedejavu.analysis.size import Sizes
+from pipedejavu.plan.correction_rule import keeps_velocity
 from pipedejavu.program.action import FETCH, INPUT_BACKWARD, RECOMPUTE, UPDATE, Action, UpdatePlace
 from pipedejavu.program.effect import TAKING, Effects, Table, rest_of, resting, update_place
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import (
     ACTIVATION,
+    BATCH,
     CONSENSUS,
     DEVICE,
     GRADIENT,
@@ -35,6 +37,7 @@ CLASSES = {
     SAVED: "activations",
     ACTIVATION: "activations",
     GRADIENT: "buffers",
+    BATCH: "buffers",
     PUSH: "buffers",
     CONSENSUS: "buffers",
     WORKSPACE: "buffers",
@@ -80,7 +83,7 @@ class Liveness:
         return walk.done
 
     def fixed(self, worker: int) -> dict[tuple[str, str], float]:
-        """Returns the bytes in use throughout by (memory, class): optimizer state and a server's weights."""
+        """Returns the bytes in use throughout by (memory, class): optimizer state, velocities, a server's weights."""
         sizes, keep = self.sizes, self.program.plan.keep.kind
         fixed = {("device", "optimizer"): 0.0, ("host", "optimizer"): 0.0, ("device", "weights"): 0.0}
         if keep != "server":
@@ -89,10 +92,14 @@ class Liveness:
                 parts = sizes.group_size(piece) if place == SHARD else 1
                 memory = "host" if place == HOST or rest_of(self.program, piece) == "visit" else "device"
                 fixed[memory, "optimizer"] += sizes.optimizer[piece] / parts
+                if keeps_velocity(self.program.plan) and self.program.late_by(piece):
+                    fixed[memory, "optimizer"] += sizes.weights[piece]
         actions = self.program.workers[worker].actions
         for piece in {a.piece for a in actions if a.kind == UPDATE and a.update_place == UpdatePlace.SERVER}:
             fixed["device", "weights"] += sizes.weights[piece]
             fixed["device", "optimizer"] += sizes.optimizer[piece] if keep == "server" else 0.0
+            if self.program.plan.version.correction == "delay-compensation":  # what each replica has pulled
+                fixed["device", "weights"] += self.program.num_replicas * sizes.weights[piece]
         return fixed
 
 
@@ -136,7 +143,7 @@ class _Walk:
             stay = live.get(value)
             if stay is not None:
                 # An update in place reuses the memory of the version that it reads.
-                until = begins if is_update and value[0] in _UPDATED else ends
+                until = begins if is_update and value[0] in _UPDATED and value.number == a.version - 1 else ends
                 if until > stay[1]:
                     stay[1] = until
 

@@ -144,7 +144,10 @@ def _version_faults(program: Program) -> Iterator[str]:
             if a.kind not in _AFTER_FORWARD:
                 continue
             forward = read.get((index, a.piece, a.microbatch), a)
-            if a.version != forward.version:
+            if program.plan.version.correction == "discrepancy":
+                if a.version != a.microbatch // program.update_size:
+                    yield f"{a} reads version {a.version}, and the newest is {a.microbatch // program.update_size}"
+            elif a.version != forward.version:
                 yield f"{a} reads version {a.version}, its forward read {forward.version}"
             if a.replica != forward.replica:
                 yield f"{a} belongs to replica {a.replica}, its forward to {forward.replica}"
@@ -262,7 +265,8 @@ def _held_at_end(program: Program, table: Table, index: int, there: set[Value]) 
     actions = program.workers[index].actions
     last_read: dict[Value, int] = {}
     if plan.is_flush_free:
-        readers = ((k, a) for k, a in enumerate(actions) if a[0] in _WEIGHT_READERS)
+        kinds = _WEIGHT_READERS - {BACKWARD} if plan.version.correction == "weight-prediction" else _WEIGHT_READERS
+        readers = ((k, a) for k, a in enumerate(actions) if a[0] in kinds)
         last_read = {Value.weights(a.piece, a.replica, a.version): k for k, a in readers}
     for position, a in enumerate(actions):
         if a.kind in TAKING and (taken := table.taken(a)) is not None:
@@ -362,9 +366,11 @@ def peak_bytes(stays: list[Stay], fixed: dict[tuple[str, str], float]) -> dict[s
 def _most_versions(program: Program, worker: int) -> int:
     """Returns the most versions of one piece's weights that a worker may hold under the plan."""
     plan, stages = program.plan, program.pieces[-1].stage + 1
+    pieces = [piece for piece, _ in program.held(worker)]
+    # The version that gradients are of stays until the update has compared it with the newest.
+    compared = plan.version.correction == "delay-compensation" and any(program.late_by(piece) for piece in pieces)
     if plan.keep.versions:
-        return plan.keep.versions
+        return plan.keep.versions + compared
     if plan.version.kind == "stash":
-        held = program.held(worker)
-        return max((stages - program.pieces[piece].stage for piece, _ in held), default=1)
-    return {"vertical": stages, "double-buffer": 2}.get(plan.version.kind, 1)
+        return compared + max((stages - program.pieces[piece].stage for piece in pieces), default=1)
+    return compared + {"vertical": stages, "double-buffer": 2}.get(plan.version.kind, 1)

@@ -26,11 +26,12 @@ def compare(run_dir: str, as_json: bool) -> None:
         print_json({"rows": table, "predicted_s": predicted.makespan_s, "measured_s": measured.makespan_s})
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("worker", "kind", "actions", "predicted", "measured", "ratio"):
+    for column in ("worker", "kind", "actions", "predicted", "measured", "ratio", "waited"):
         shown.add_column(column, justify="left" if column in ("worker", "kind") else "right")
     for row in rows:
         times = [format_seconds(row.predicted_s), format_seconds(row.measured_s)]
-        shown.add_row(str(row.worker), row.kind, str(row.num_actions), *times, f"{row.ratio:.2f}")
+        waited = format_seconds(row.waited_s) if row.waited_s else ""
+        shown.add_row(str(row.worker), row.kind, str(row.num_actions), *times, f"{row.ratio:.2f}", waited)
     shown.add_row(
         "all",
         "makespan",

@@ -14,7 +14,9 @@ from pipedejavu.cli import (
     probe_command,
     profile_command,
     rent_command,
+    reproduce_command,
     runs_command,
+    schedule_command,
     show,
     simulate_command,
     train_command,
@@ -107,6 +109,12 @@ add_verb(
 )  # fmt: skip
 
 
+add_verb(
+    app, "schedule", schedule_command.ScheduleRequest, schedule_command.run,
+    "Schedule several jobs on one cluster: plan each, simulate policies, and compare them.",
+)  # fmt: skip
+
+
 @app.command()
 def compare(
     run_dir: Annotated[
@@ -142,6 +150,12 @@ def export(
 ) -> None:
     """Write the newest checkpoint of a run in a format that other tools read."""
     export_command.run(run_dir, folder, to, config, as_json)
+
+
+add_verb(
+    app, "reproduce", reproduce_command.ReproduceRequest, reproduce_command.run,
+    "Run the experiments behind this project, and set today's figures beside published ones.",
+)  # fmt: skip
 
 
 @app.command()

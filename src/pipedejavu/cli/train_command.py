@@ -137,12 +137,14 @@ def _train(
 ) -> None:
     """Plans a run, or the rest of it, and trains; `stack` keeps the run folder locked."""
     from pipedejavu.data.data_choice import check_choice
+    from pipedejavu.engine.device import deterministic
     from pipedejavu.launch import plan_run, train_rank
     from pipedejavu.run import check_logbooks, lock_run
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.model_source import check_sources
     from pipedejavu.source.task import Prepared
 
+    stack.enter_context(deterministic())  # units are measured, and compiled, as they will run
     start, profile, eager = resumed.start if resumed else None, None, None
     chosen, worker_hosts, prepared = Plan(), ranks.worker_hosts(), list[Prepared]()
     if ranks.is_first:

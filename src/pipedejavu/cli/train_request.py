@@ -61,6 +61,10 @@ class TrainRequest:
         str | None, typer.Option(help="Columns of data in files: text=COLUMN, or prompt=COLUMN,completion=COLUMN.")
     ] = None
     context: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's.")] = None
+    fanout: Annotated[
+        str | None,
+        typer.Option(help="Neighbours sampled per node and layer of a graph network, such as 10,5; 'all' takes each."),
+    ] = None
     packing: Annotated[
         str,
         typer.Option(

@@ -11,7 +11,7 @@ from pipedejavu.facts import InputError, Record, nearest
 
 FIELDS = ("text", "prompt", "completion", "messages")
 """What a column can hold."""
-NAMES = ("digits", "mnist", "cifar10", "stdlib", "random")
+NAMES = ("digits", "mnist", "cifar10", "stdlib", "random", "graph")
 """Data sets that are known by name; everything else is a path."""
 
 Part = Literal["all", "train", "eval"]
@@ -32,6 +32,8 @@ class DataChoice(Record):
     packing: Packing = "documents"
     """How texts and chats become samples: several in a row, each attending to itself alone; windows of one stream, in
     which attention crosses from text to text; or one per row."""
+    fanout: str | None = None
+    """Neighbours that are sampled per node and layer, as 10,5; by default those of the model."""
     held_out: float = Field(default=0.0, ge=0)
     """What is kept for evaluation: a share of the samples, or their number if it is 1 or more."""
     evaluation: str | None = None

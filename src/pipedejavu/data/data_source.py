@@ -15,7 +15,7 @@ from pipedejavu.facts import InputError
 from pipedejavu.facts.printable import tell
 from pipedejavu.zoo.data import open_data
 from pipedejavu.zoo.dataset import Dataset
-from pipedejavu.zoo.form import Form, ImageForm, TokenForm
+from pipedejavu.zoo.form import Form, GraphForm, ImageForm, TokenForm
 from pipedejavu.zoo.sequence import Sequences
 
 Separates = Callable[[], bool]
@@ -44,6 +44,10 @@ def open_choice(
         data = open_data(choice.name or default, form, seed=seed)
     elif isinstance(form, ImageForm):
         data = _open_images(choice, form)
+    elif isinstance(form, GraphForm):
+        raise InputError(
+            f"the model reads a graph, and {choice.name} is read as text or images; write graph:{choice.name}"
+        )
     else:
         tokenizer = find_tokenizer(choice.tokenizer, model_folder, is_zoo=is_zoo)
         check_vocabulary(tokenizer, form.num_plain, form.num_plain < form.vocabulary)
@@ -138,7 +142,13 @@ def _open_records(
             f" are cut there; {records.num_dropped} without an answer before that are left out"
         )
     if choice.packing == "documents" and separates():
-        return PackedRecords(records, form.context)
+        packed = PackedRecords(records, form.context)
+        if is_new:
+            tell(
+                f"the {len(records):,} records of {name} share {len(packed):,} rows of {packed.context} tokens, which"
+                " are the samples; --packing rows gives each a row of its own"
+            )
+        return packed
     if choice.packing == "documents" and is_new:
         tell(f"the model does not take several records in a row, so each of {name} is a row of its own")
     return records

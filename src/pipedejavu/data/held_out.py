@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from pipedejavu.facts import InputError
-from pipedejavu.zoo.dataset import Dataset, Indices, check_indices
+from pipedejavu.zoo.dataset import Dataset, Indices, SampledDataset, check_indices
 from pipedejavu.zoo.generator import generator
 
 
@@ -21,6 +21,11 @@ class SampleSubset:
     def batch(self, indices: Indices) -> tuple[Any, Any]:
         """Returns the inputs and targets of these samples."""
         return self._data.batch(self._numbers[check_indices(indices, len(self))])
+
+    def drawn(self, indices: Indices, step: int) -> tuple[Any, Any]:
+        """Returns these samples as they are drawn in a step, if the data draws them anew in each."""
+        numbers = self._numbers[check_indices(indices, len(self))]
+        return self._data.drawn(numbers, step) if isinstance(self._data, SampledDataset) else self._data.batch(numbers)
 
 
 def split_samples(data: Dataset, share: float, seed: int) -> tuple[SampleSubset, SampleSubset]:

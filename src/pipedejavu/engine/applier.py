@@ -11,13 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.correction import Correction
 from pipedejavu.engine.device import moved
 from pipedejavu.engine.gradient_check import GradientCheck
-from pipedejavu.engine.job import Applied, Batches, Job, Log, Scored
+from pipedejavu.engine.job import Applied, Batches, Job, Log, Reread, Scored
 from pipedejavu.engine.loss_scale import LossScale
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.score import ScoreTrial, kept, number_of, score
+from pipedejavu.engine.staleness import ReboundWeights, add_to_velocity, compensate, extrapolate
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, UpdatePlace, Value
 from pipedejavu.program.value import DEVICE, HOST, SHARD
@@ -65,6 +67,9 @@ class Applier:
         """The number of updates that the server has made, by piece."""
         self.pushed: dict[PieceReplica, dict[int, Tensors]] = {}
         """The push of each piece in each wave whose consensus it has not pulled yet."""
+        self.correction = Correction(program, job)
+        self.pulled: dict[PieceReplica, Tensors] = {}
+        """On a server that compensates for delays, the weights that each replica read last."""
 
     @property
     def first_wave(self) -> int:
@@ -144,12 +149,38 @@ class Applier:
                 deltas = self._pushed_too(key, update, deltas)
             return {name: delta.add_(base[name].detach()) for name, delta in deltas}
         number, coefficient = self.first_version + update, self._begin(key, update, summed)
+        state, decay = self.state.setdefault(key, {}), self.correction.decay(key[0])
         if coefficient == 0:
-            return {name: weight.detach().clone() for name, weight in base.items()}
-        out = {name: like_weight(base[name], gradient) for name, gradient in summed.items()}
-        factor = coefficient / self.scale.applied
-        self.job.optimizer.step(number, base, summed, self.state.setdefault(key, {}), factor, out=out)
+            out = {name: weight.detach().clone() for name, weight in base.items()}
+        else:
+            factor = coefficient / self.scale.applied
+            if self.correction.compensates:
+                read = self.values[Value.weights(*key, self.correction.version_read(key, update))]
+                summed = compensate(summed, base, read, self.plan.version.compensation, factor)
+            out = {name: like_weight(base[name], gradient) for name, gradient in summed.items()}
+            self.correction.optimizer(key[0], number).step(number, base, summed, state, factor, out=out)
+        if decay is not None:
+            add_to_velocity(state, base, out, decay)
         return out
+
+    def corrected(self, a: Action, weights: Tensors) -> tuple[Tensors, ReboundWeights | None]:
+        """Returns the weights that a forward computes with, and a context in which what it saves forgets them."""
+        late, state = a.microbatch // self.program.update_size - a.version, self.state.get((a.piece, a.replica), {})
+        if late and self.correction.predicts:
+            return as_leaves(extrapolate(weights, state, late)), None
+        if late and self.correction.rebinds:
+            rebound = ReboundWeights(weights)
+            rebound.version = a.version
+            return rebound.linked(weights), rebound
+        return weights, None
+
+    def rebind(self, a: Action, rebound: ReboundWeights | None, number: int) -> None:
+        """Gives a backward the newest weights, moved back by their velocity to where its forward's were."""
+        if rebound is not None:
+            newest = self.values[Value.weights(a.piece, a.replica, a.version)]
+            state = self.state.get((a.piece, a.replica), {})
+            rebound.bound = extrapolate(newest, state, rebound.version - a.version)
+            self.log.events.append(Reread(a.piece, a.replica, number, self.first_version + a.version))
 
     def _on_shard(self, key: PieceReplica, update: int) -> None:
         """Updates this worker's shard of a piece in place: no microbatch in flight reads it."""
@@ -212,13 +243,19 @@ class Applier:
             coefficient = self._coefficient(replica, update)
             pushed = self.values[Value.weight_gradient(piece, replica, update)]
             self._check(self.first_version + a.version, pushed, coefficient)
+            if self.correction.compensates:
+                read = self.pulled.get((piece, replica)) or moved(self.runners[key].initial, self.device)
+                pushed = compensate(pushed, cell, read, self.plan.version.compensation, coefficient)
             count = self.served.get(piece, 0)
             self.served[piece] = count + 1
             # A worker of the same process may still use what it has pushed: the gradients stay as they are.
             self.job.optimizer.step(count, cell, pushed, self.state.setdefault(key, {}), coefficient, out=cell)
             number = self.first_version + a.version
             self.log.events.append(Applied(piece, replica, number, self._microbatches(replica, update), coefficient))
-            self.values[Value.weights(piece, replica, a.version)] = as_leaves({n: w.clone() for n, w in cell.items()})
+            made = as_leaves({n: w.clone() for n, w in cell.items()})
+            self.values[Value.weights(piece, replica, a.version)] = made
+            if self.correction.compensates:
+                self.pulled[piece, replica] = made
 
     def evaluate(self, a: Action) -> None:
         """Scores one replica's gradient on the server's own samples."""

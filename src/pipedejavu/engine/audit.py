@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipedejavu.engine.correction import Correction
 from pipedejavu.engine.device import CPU, moved
-from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Scored, with_moments
+from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Reread, Scored, with_moments
 from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.loss_scale import FIRST
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import backward, with_loss
 from pipedejavu.engine.replay_cast import nudge_weights, replay_device, widened_tensor
+from pipedejavu.engine.replay_correction import ReplayCorrection
 from pipedejavu.engine.score import ScoreTrial, number_of, score
 from pipedejavu.engine.threads import Outcome
 from pipedejavu.engine.uncut_replay import UncutModel, UncutReplay
@@ -90,6 +92,7 @@ class Replay:
         self.read: dict[tuple[int, int], Tensors] = {}
         self.readers: dict[tuple[int, int], int] = {}
         """By (piece, microbatch), the replica that ran it."""
+        self.correction = ReplayCorrection(program, Correction(program, job))
         self.gradients: dict[int, list[Tensors]] = {}
         self.norms: dict[int, float] = {}
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
@@ -130,6 +133,8 @@ class Replay:
         """Replays one event; returns False if something that it reads does not exist yet."""
         if isinstance(event, Read):
             return self._replay_read(event)
+        if isinstance(event, Reread):
+            return self.correction.after_reread(event, self.weights(event.piece, event.replica, event.version))
         if isinstance(event, Scored):
             return self._replay_score(event)
         if self.plan.reduce.combiner == "score-trim":
@@ -156,7 +161,7 @@ class Replay:
             pushed = [d for q in others for d in self.pushes[event.piece, q, event.wave]]
             weights = {n: w + sum((d[n] for d in pushed), torch.zeros_like(w)) for n, w in weights.items()}
             self.newest[event.piece, event.replica, event.version] = weights
-        self.read[event.piece, event.microbatch] = weights
+        self.read[event.piece, event.microbatch] = self.correction.after_read(event, weights)
         self.readers[event.piece, event.microbatch] = event.replica
         return True
 
@@ -169,19 +174,24 @@ class Replay:
         center = self.weights(piece, self.center, turn) if reduce.combiner == "elastic" else {}
         if base is not None and version in self.skipped and coefficient == 0:
             self.newest[piece, replica, version] = base
+            self.correction.after_update(event, base, base)
             return True
         if base is None or center is None or not all(self._differentiate(i) for i in microbatches):
             return False
         if self.in_double:
             self._check_clipping(event)
         summed = {n: self._summed(microbatches, piece, n) for n in base}
+        summed = self.correction.compensated(summed, base, self.read[piece, microbatches[0]], coefficient)
         key = (piece, self.center if on_server else replica)
         count = self.served[piece] if on_server else update
-        deltas = dict(self.job.optimizer.deltas(count, base, summed, self.state[key], coefficient))
+        optimizer = self.correction.optimizer(piece, count)
+        deltas = dict(optimizer.deltas(count, base, summed, self.state[key], coefficient))
         if center:
             pull = self.job.optimizer.rate(update) * self.job.elasticity
             deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}
-        self._write(event, {n: w + deltas[n] for n, w in base.items()}, deltas, on_server)
+        new = {n: w + deltas[n] for n, w in base.items()}
+        self._write(event, new, deltas, on_server)
+        self.correction.after_update(event, base, new)
         return True
 
     def _write(self, event: Applied, new: Tensors, deltas: Tensors, on_server: bool) -> None:
@@ -304,11 +314,15 @@ class Replay:
             return True
         reads = [self.read.get((piece, microbatch)) for piece in range(len(self.runners))]
         known = [weights for weights in reads if weights is not None]
-        if len(known) < len(reads):
+        if len(known) < len(reads) or not self.correction.has_all(microbatch):
             return False
         known = [{n: self._computed(n, w) for n, w in weights.items()} for weights in known]
         value, targets = self._cast(self.batches.inputs(microbatch)), self._cast(self.batches.targets(microbatch))
-        if self.uncut and (uncut := self.uncut.gradients(microbatch, known, value, targets)):
+        if (
+            self.uncut
+            and not self.correction.reread
+            and (uncut := self.uncut.gradients(microbatch, known, value, targets))
+        ):
             self.gradients[microbatch] = uncut
             return True
         scale = self.scale
@@ -325,9 +339,9 @@ class Replay:
     ) -> list[Tensors]:
         """Returns the gradients of one microbatch, computed from a loss that is multiplied by `scale`."""
         saved = []
-        for runner, weights in zip(self.runners, known, strict=True):
+        for piece, (runner, weights) in enumerate(zip(self.runners, known, strict=True)):
             leaves = {n: w.detach().requires_grad_() for n, w in weights.items()}
-            value, kept = runner.forward(leaves, value, microbatch)
+            value, kept = self.correction.forward(runner, (piece, microbatch), leaves, value, self._computed)
             saved.append(kept)
         with self.form.context(self.device):
             loss = self.job.loss(value, targets)

@@ -5,6 +5,8 @@ through host memory, which is pinned if the worker is on a GPU.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,17 @@ def be_deterministic() -> None:
     torch.set_deterministic_debug_mode("warn")
     # Filling new tensors with NaN takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Makes this process deterministic inside the `with` block; what is compiled there is for this mode."""
+    mode = torch.get_deterministic_debug_mode()
+    be_deterministic()
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def device_of(program: Program, worker: int) -> torch.device:

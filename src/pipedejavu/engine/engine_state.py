@@ -14,11 +14,12 @@ and each keeps what it saves.
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipedejavu.engine.device import CPU
+from pipedejavu.engine.device import CPU, moved
 from pipedejavu.engine.divided_state import whole_tensors
 from pipedejavu.engine.finite import nonfinite
 from pipedejavu.engine.handlers import Handlers, pieces_of
@@ -28,6 +29,7 @@ from pipedejavu.engine.moment_slots import converted_slots
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_state import STEP, whole_masters, whole_slots
+from pipedejavu.engine.staleness import VELOCITY, load_velocities
 from pipedejavu.engine.threads import Threads, held_weights, put_lows, state_rests_on_host
 from pipedejavu.facts import InputError
 from pipedejavu.optim.moment_format import num_scales
@@ -185,6 +187,7 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
             shards.load(name, loaded_weight)
     for key, runner in handlers.runners.items():
         handlers.applier.state[key] = _state(handlers, key, runner, source)
+        _put_correction(handlers, key, runner, source)
         put_lows(handlers, key, _lows(handlers, key, runner, source))
         if plan.reduce.gate == "lock":
             handlers.applier.served[key[0]] = update * handlers.program.num_replicas
@@ -205,6 +208,17 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
     if norm is not None and plan.reduce.clip == "delayed":
         handlers.values[Value.norm(plan.steps - 1)] = norm
     handlers.adopt()
+
+
+def _put_correction(handlers: Handlers, key: tuple[int, int], runner: PieceRunner, source: Source) -> None:
+    """Loads the velocities of a piece, and the weights that each replica of a server goes on with."""
+    applier, center, device = handlers.applier, handlers.program.num_replicas, handlers.load_device or handlers.device
+    if applier.correction.decay(key[0]) is not None:
+        find = partial(_find, handlers, source, key[1], f"state/{VELOCITY}")
+        load_velocities(applier.state[key], runner.initial, find, device)
+    for q in range(center) if applier.correction.compensates and key[1] == center else ():
+        pulled = {name: _loaded_weight(handlers, source, q, name, w) for name, w in runner.initial.items()}
+        applier.pulled[key[0], q] = moved(pulled, device)
 
 
 def _loaded_weight(handlers: Handlers, source: Source, replica: int, name: str, weight: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipedejavu.engine.applier import Applier, as_leaves
+from pipedejavu.engine.batch_loader import BatchLoader
 from pipedejavu.engine.device import CPU, device_of, moved, record_stream
 from pipedejavu.engine.global_norm import GlobalNorm
 from pipedejavu.engine.gradient_check import GradientCheck
@@ -33,6 +33,7 @@ from pipedejavu.engine.recompute_span import (
     memory_of,
     tensors_of,
     with_loss,
+    with_saved,
 )
 from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
 from pipedejavu.engine.wire import Wire
@@ -69,6 +70,7 @@ class Handlers(JoinedState):
         self.device = device_of(program, index)
         self.job = job = with_moments(job, program.plan.precision)
         self.batches, self.wire, self.log, self.live = batches, wire, Log(), 0
+        self.loader = BatchLoader(program, index, batches)
         self.notice: Notice = lambda _lane, _action: None
         self.values: dict[Value, Any] = {}
         self.check = GradientCheck(job, program.plan, index)
@@ -194,7 +196,7 @@ class Handlers(JoinedState):
         output, saved = self._runner(a).forward_again(weights, self.values[key], number, head)
         ends = self.program.pieces[a.piece].units[-1] in self.program.recomputed[a.piece]
         if ends and not self.program.outputs[a.piece]:
-            saved = with_loss(saved, output if head else self._loss(number, output))
+            saved = with_loss(saved, output if head else self._loss(a, number, output))
         self.values[key] = saved
 
     def _run_piece(self, a: Action, keeps_buffers: bool) -> tuple[Any, Saved]:
@@ -205,17 +207,17 @@ class Handlers(JoinedState):
             value = self.values.get(Value.batch(a.piece, a.microbatch))
             value = self._inputs(a.microbatch) if value is None else value
         weights = self.values[Value.weights(a.piece, a.replica, a.version)]
+        weights, rebound = self.applier.corrected(a, weights)
         number, runner = self.first_microbatch + a.microbatch, self.runners[a.piece, a.replica]
         tensor_offload = runner.tensor_offload(weights) if runner.departs else None
-        with tensor_offload or nullcontext():
+        with tensor_offload or rebound or nullcontext():
             head = self._head(a)
             output, saved = runner.forward(weights, value, number, keeps_buffers, is_first=not before, head=head)
             if not self.program.outputs[a.piece]:
-                loss = output if head else self._loss(number, output)
+                loss = output if head else self._loss(a, number, output)
                 self._note_loss(number, loss)
                 saved = with_loss(saved, loss)
-        if tensor_offload is not None:
-            saved = (replace(saved[0], tensor_offload=tensor_offload), *saved[1:])
+        saved = with_saved(saved, tensor_offload, rebound)
         return like(output, [t.detach() for t in tensors_of(output)]), saved
 
     def _head(self, a: Action) -> LossCall | None:
@@ -235,9 +237,10 @@ class Handlers(JoinedState):
         finally:
             self.notice(a.lane, str(a))
 
-    def _loss(self, number: int, output: Any) -> Tensor:
+    def _loss(self, a: Action, number: int, output: Any) -> Tensor:
+        loss = self.divided.loss(a.piece, a.replica) if self.divided is not None else None
         with self._form.context(self.device):
-            return self.job.loss(output, self._targets(number))
+            return (loss or self.job.loss)(output, self._targets(number))
 
     def _targets(self, number: int) -> Any:
         return moved(self.batches.targets(number), self.device)
@@ -273,6 +276,7 @@ class Handlers(JoinedState):
     def backward(self, a: Action) -> None:
         """Runs the backward of a piece: writes its input gradient and adds to its weight gradient."""
         saved, gradients = self._needed(a)
+        self.applier.rebind(a, saved[0].rebound, self.first_microbatch + a.microbatch)
         total = self._of_update(a)
         passed, self.values[total] = backward(saved, gradients, self.values.get(total), is_wide=self._is_wide(a))
         self._pass_on(a, passed)
@@ -382,13 +386,12 @@ class Handlers(JoinedState):
         """Copies a value to the device; weights that rest in host memory also stay there."""
         key = value_of(a, HOST)
         if a.what == ValueKind.BATCH:
-            self.values[value_of(a)] = self._inputs(a.microbatch)
+            self.values[value_of(a)] = moved(self.loader.inputs(self.first_microbatch + a.microbatch), self.device)
         elif a.what == ValueKind.OPTIMIZER_STATE:
             self.values[value_of(a)] = self.applier.move_state((a.piece, a.replica), self.device)
         else:
             stays = a.what == ValueKind.WEIGHTS and rest_of(self.program, a.piece) != "lean"
-            on_host = self.values[key] if stays else self.values.pop(key)
-            brought = _taken(a, on_host, self.device)
+            brought = _taken(a, self.values[key] if stays else self.values.pop(key), self.device)
             self.values[value_of(a)] = as_leaves(brought) if a.what == ValueKind.WEIGHTS else brought
 
 

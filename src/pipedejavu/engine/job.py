@@ -39,8 +39,9 @@ class Job:
     """How strongly an elastic combiner pulls weights and centre together (ρ)."""
     byzantine: Byzantine | None = None
     """Faults to inject into some replicas."""
-    graphs: Callable[[Sequence[tuple[str, nn.Module]], Any], list[UnitGraph]] | None = None
-    """Records consecutive units as graphs, given what the first one takes; plans that divide operators need it."""
+    graphs: Callable[..., list[UnitGraph]] | None = None
+    """Records consecutive units as graphs, given what the first one takes and, to record the loss too, a `LossCall`;
+    plans that divide operators need it."""
     compiler: UnitCompiler | None = None
     """Runs units compiled, if the plan says so; it may have compiled them before. By default a new one."""
 
@@ -100,6 +101,15 @@ class Read(NamedTuple):
     """The wave whose consensus was pulled before it; -1 for none."""
 
 
+class Reread(NamedTuple):
+    """A backward that reads other weights than its forward, and their version."""
+
+    piece: int
+    replica: int
+    microbatch: int
+    version: int
+
+
 class Applied(NamedTuple):
     """An update: the microbatches whose gradients it applied, and their coefficient."""
 
@@ -119,7 +129,7 @@ class Scored(NamedTuple):
     score: float
 
 
-Event = Read | Applied | Scored
+Event = Read | Reread | Applied | Scored
 
 
 class _Nothing(list[Event]):

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from pipedejavu.analysis.verify import promised_versions
-from pipedejavu.engine.job import Applied, Batches, Log, Read, Scored
+from pipedejavu.engine.job import Applied, Batches, Log, Read, Reread, Scored
 from pipedejavu.engine.score import kept
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
@@ -26,6 +26,9 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
     updates: dict[tuple[int, int], list[int]] = defaultdict(list)
     for log in logs:
         for event in log.events:
+            if isinstance(event, Reread):
+                _check_reread(program, event)
+                continue
             if isinstance(event, Read) and event.microbatch < 0:
                 continue
             if isinstance(event, Read):
@@ -52,6 +55,13 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
         if plan.reduce.combiner == "score-trim":
             _check_trusted(program, batches, log)
     _check_complete(program, updates)
+
+
+def _check_reread(program: Program, event: Reread) -> None:
+    """Raises InputError if a backward read other weights than the newest, or the plan has it read the forward's."""
+    newest = event.microbatch // program.update_size
+    if program.plan.version.correction != "discrepancy" or event.version != newest:
+        raise InputError(f"the run's backward read version {event.version}, and the newest is {newest}: {event}")
 
 
 def _check_trusted(program: Program, batches: Batches, log: Log) -> None:

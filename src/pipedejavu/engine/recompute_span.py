@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pipedejavu.engine.optimizer import Tensors
+from pipedejavu.engine.staleness import ReboundWeights
 from pipedejavu.runtime.host_memory import move_tensor
 from pipedejavu.runtime.saved_storage import SavedTensorOffload
 from pipedejavu.runtime.split_backward import PendingGradients, backward_inputs
@@ -43,6 +44,8 @@ class RecomputeSpan:
     """Empty for a span that is recomputed, until it has run again."""
     tensor_offload: SavedTensorOffload | None = None
     """In the first span, if activations are offloaded: what autograd saved for the whole piece."""
+    rebound: ReboundWeights | None = None
+    """In the first span, if the backward reads other weights than the forward: what it reads."""
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -63,6 +66,16 @@ def with_loss(saved: Saved, loss: Tensor) -> Saved:
     """Returns the spans of the last piece with the loss as their output, unless the last span is recomputed."""
     *others, last = saved
     return (*others, replace(last, outputs=(loss,)) if last.outputs else last)
+
+
+def with_saved(
+    saved: Saved, tensor_offload: SavedTensorOffload | None = None, rebound: ReboundWeights | None = None
+) -> Saved:
+    """Returns the spans with what recorded their saved tensors; gradients of rebound weights go to stubs."""
+    spans = [*saved]
+    if rebound is not None:
+        spans = [replace(span, weights={name: rebound.leaves[name] for name in span.weights}) for span in saved]
+    return (replace(spans[0], tensor_offload=tensor_offload, rebound=rebound), *spans[1:])
 
 
 def carried(saved: Saved, device: torch.device) -> Saved:

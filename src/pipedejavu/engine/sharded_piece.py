@@ -73,7 +73,9 @@ class ShardedPiece:
     def gather(self, wire: Wire) -> Tensors:
         """Fills the buffer with the shards of all members; returns the whole weights."""
         for (layout, flat), shard in zip(self._pairs(self.wholes), self.shards, strict=True):
-            flat.untyped_storage().resize_(layout.size * layout.length * flat.itemsize)
+            size_bytes = layout.size * layout.length * flat.itemsize
+            if flat.untyped_storage().nbytes() != size_bytes:  # resizing copies even to the same size
+                flat.untyped_storage().resize_(size_bytes)
             wire.all_gather(shard, self.group, out=flat)
         return self.leaves
 

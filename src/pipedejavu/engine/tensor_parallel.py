@@ -5,14 +5,14 @@ between stages are whole on all workers of a group, only the first worker logs, 
 (`divided_state`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipedejavu.engine.device import device_of
-from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.recompute_span import tensors_of
+from pipedejavu.engine.stage_division import Divisions, Shapes, stage_units, target_tensors
 from pipedejavu.engine.wire import Wire
 from pipedejavu.engine.wire_group import WireGroup
 from pipedejavu.facts import InputError
@@ -21,12 +21,9 @@ from pipedejavu.plan.plan_trait import why_not_divided
 from pipedejavu.program import Program
 from pipedejavu.program.program import shard_group
 from pipedejavu.runtime.compiled_unit import GraphUnit
-from pipedejavu.runtime.divided_unit import UnitDivider
-from pipedejavu.runtime.division import Division, LayoutKind, divide
+from pipedejavu.runtime.divided_unit import DividedGraph, UnitDivider
 
 PieceReplica = tuple[int, int]
-Shapes = tuple[tuple[int, ...], ...]
-Units = list[tuple[str, nn.Module]]
 
 
 def divides_operators(program: Program) -> bool:
@@ -57,67 +54,6 @@ def check_gpus_apart(program: Program) -> None:
         )
 
 
-def layout_kind(layout: str) -> LayoutKind:
-    """Returns how a layout of a plan divides: columns, rows and heads are found as pairs."""
-    kinds: dict[str, LayoutKind] = {kind: kind for kind in ("stationary-x", "stationary-y", "stationary-w")}
-    return kinds.get(layout, "pairs")
-
-
-class Divisions:
-    """The divisions of a program's stages, found once for all workers of this process."""
-
-    def __init__(self, program: Program, job: Job, batches: Batches):
-        self.program, self.job, self.batches = program, job, batches
-        self.size = program.plan.place.shards
-        (self.layout,) = {layout_kind(kind) for kind in program.plan.cut.layouts} or {"pairs"}
-        self._tied = [p for _, m in job.units for n, p in m.named_parameters() if self._is_tied(p)]
-        self._known: dict[Shapes, dict[int, Division]] = {}
-
-    def of(self, microbatch: int) -> tuple["Shapes", dict[int, Division]]:
-        """Returns the shapes of a microbatch's inputs, and the division of each stage's units for them."""
-        inputs = self.batches.inputs(microbatch)
-        shapes = tuple(tuple(tensor.shape) for tensor in tensors_of(inputs))
-        if shapes not in self._known:
-            self._known[shapes] = self._find(inputs)
-        return shapes, self._known[shapes]
-
-    def _find(self, inputs: Any) -> dict[int, Division]:
-        if self.job.graphs is None:
-            raise InputError(
-                f"plan '{self.program.plan.name}' divides operators, and this job has no graphs of its units"
-            )
-        graphs = self.job.graphs(self.job.units, inputs)
-        divisions = {
-            stage: divide([graphs[unit] for unit in units], self.size, self._tied, self.layout)
-            for stage, units in stage_units(self.program).items()
-        }
-        if not any(division.regions for division in divisions.values()):
-            none = (
-                "no layer whose outputs another one sums over, no attention by heads, and no filters that another layer"
-                " reads; use a degree that divides heads and widths, or a plan that divides none"
-                if self.layout == "pairs"
-                else "no convolution whose filters another layer reads as channels; use a number of workers that"
-                " divides channels, or for a model without convolutions another layout"
-            )
-            raise InputError(
-                f"plan '{self.program.plan.name}' divides operators over {self.size} workers, and the model has none"
-                f" for {'heads and pairs of layers' if self.layout == 'pairs' else self.layout} that can be divided by"
-                f" {self.size}: {none}"
-            )
-        return divisions
-
-    def _is_tied(self, parameter: Tensor) -> bool:
-        return sum(any(p is parameter for p in m.parameters()) for _, m in self.job.units) > 1
-
-
-def stage_units(program: Program) -> dict[int, list[int]]:
-    """Returns the units of each stage."""
-    units: dict[int, list[int]] = {}
-    for piece in program.pieces:
-        units.setdefault(piece.stage, []).extend(piece.units)
-    return units
-
-
 class DividedStages:
     """The divided units of a worker, with a graph for each size of microbatches."""
 
@@ -129,6 +65,7 @@ class DividedStages:
         for stage, replica in stages:
             name = shard_group(stage, replica)
             self._dividers[stage, replica] = UnitDivider(WireGroup(wire, name, program.groups[name].workers, index))
+        self._losses: dict[PieceReplica, DividedGraph] = {}
         self._added: set[Shapes] = set()
         self.prepare(range(program.update_size))
 
@@ -139,9 +76,11 @@ class DividedStages:
             if shapes in self._added:
                 continue
             self._added.add(shapes)
-            for (stage, _), divider in self._dividers.items():
+            for (stage, replica), divider in self._dividers.items():
                 prefixes = [_prefix(*self.divisions.job.units[unit]) for unit in self._units[stage]]
-                divider.add(divisions[stage], prefixes)
+                graphs = divider.add(divisions[stage], [*prefixes, *self.divisions.loss_units(stage)])
+                if len(graphs) > len(prefixes):
+                    self._losses[stage, replica] = graphs[-1]
 
     def units_of(self, piece: int, replica: int) -> dict[int, nn.Module]:
         """Returns the divided units of a piece by number."""
@@ -149,6 +88,19 @@ class DividedStages:
         modules = self._dividers[stage, replica].units
         names = {unit: self.divisions.job.units[unit][0] for unit in self.program.pieces[piece].units}
         return {unit: modules[name] for unit, name in names.items()}
+
+    def loss(self, piece: int, replica: int) -> Callable[[Any, Any], Tensor] | None:
+        """Returns the loss as a function of what the last piece returns and the targets; None if it is not divided."""
+        graph = self._losses.get((self.program.pieces[piece].stage, replica))
+        if graph is None:
+            return None
+        return lambda output, targets: one_tensor(graph((*tensors_of(output), *target_tensors(targets))))
+
+
+def one_tensor(value: Any) -> Tensor:
+    """Returns a loss, which is one tensor."""
+    assert isinstance(value, Tensor)
+    return value
 
 
 def _prefix(name: str, module: nn.Module) -> str:

@@ -20,9 +20,9 @@ from pipedejavu.engine.master import masters_of, weights_of
 from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_piece import ShardedPiece, is_sharded
+from pipedejavu.engine.stage_division import Divisions
 from pipedejavu.engine.tensor_parallel import (
     DividedStages,
-    Divisions,
     check_divisible,
     check_gpus_apart,
     divides_operators,

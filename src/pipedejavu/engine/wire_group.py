@@ -31,6 +31,11 @@ class WireGroup:
         vector = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         return self.wire.reduce_scatter(vector, self.name).view(tensors[0].shape)
 
+    def swap(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sends a tensor to each rank, all of one shape; returns those that the ranks sent to this one."""
+        rows = torch.stack([tensor.detach() for tensor in tensors])
+        return [*self.wire.all_to_all(rows, self.name)]
+
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:  # noqa: ARG002
         """Sends the first `sent[0]` rows to rank 0, the next to rank 1, …; returns the received rows in rank order."""
         table = torch.stack(self.all_gather(torch.tensor([*sent])))

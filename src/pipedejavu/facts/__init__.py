@@ -7,7 +7,19 @@ from pipedejavu.facts.file import open_file, read_file, remove, replace_file
 from pipedejavu.facts.gc_pause import paused_collector
 from pipedejavu.facts.head_form import HeadForm
 from pipedejavu.facts.json_text import finite_form, to_json_text
-from pipedejavu.facts.machine import Device, Host, Link, Machine, Overlap, Route, part_kind
+from pipedejavu.facts.machine import (
+    MANY_CORES,
+    TRAFFIC,
+    CollectiveKind,
+    CollectiveTime,
+    Device,
+    Host,
+    Link,
+    Machine,
+    Overlap,
+    Route,
+    part_kind,
+)
 from pipedejavu.facts.malloc_heap import keep_heap
 from pipedejavu.facts.measurement import Measurement, Survey
 from pipedejavu.facts.memory_file import MemoryFile
@@ -20,9 +32,13 @@ from pipedejavu.facts.record import Record, write_file
 from pipedejavu.facts.timeline import MEMORY_CLASSES, MemoryCurve, Span, Timeline, WorkerSummary
 
 __all__ = [
+    "MANY_CORES",
     "MEMORY_CLASSES",
+    "TRAFFIC",
     "Bytes",
     "Cluster",
+    "CollectiveKind",
+    "CollectiveTime",
     "Cost",
     "Device",
     "Edge",

@@ -5,6 +5,7 @@ matches a pair applies. Transfers over links with the same wire share its bandwi
 if the simulator has a default for it.
 """
 
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import cached_property
 from math import log2
@@ -17,6 +18,9 @@ from pipedejavu.facts.error import InputError, nearest, repeated
 from pipedejavu.facts.measurement import Survey
 from pipedejavu.facts.quantity import Bytes, BytesPerSecond, FlopPerSecond, Seconds
 from pipedejavu.facts.record import Record
+
+MANY_CORES = 4
+"""A worker with at least this many cores leaves one to the threads that send messages."""
 
 
 class Host(Record):
@@ -55,6 +59,36 @@ class Device(Record):
     """Most workers that may share the device; for a CPU, its number of cores."""
 
 
+CollectiveKind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
+TRAFFIC = {
+    "all-reduce": lambda n: (2.0 * (n - 1), 2.0 * (n - 1) / n),
+    "reduce-scatter": lambda n: (n - 1.0, (n - 1) / n),
+    "all-gather": lambda n: (n - 1.0, (n - 1) / n),
+    "all-to-all": lambda n: (n - 1.0, (n - 1) / n),
+}
+"""Rounds and traffic of ring algorithms over n members; the traffic is a multiple of the value's bytes."""
+
+
+class CollectiveTime(Record):
+    """Measured time of a collective, as a line in the bytes of the whole value, once all members have arrived."""
+
+    kind: CollectiveKind
+    members: int = Field(ge=2)
+    latency_s: Seconds = 0.0
+    bytes_per_s: BytesPerSecond = Field(gt=0)
+    core_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of that time for which each member's host copies and adds, instead of waiting for messages."""
+
+    def among(self, members: int) -> "CollectiveTime":
+        """Returns the time for another number of members, in proportion to a ring's rounds and traffic."""
+        (rounds, traffic), (known_rounds, known_traffic) = (TRAFFIC[self.kind](n) for n in (members, self.members))
+        return self.replace(
+            members=members,
+            latency_s=self.latency_s * rounds / known_rounds,
+            bytes_per_s=self.bytes_per_s * known_traffic / traffic,
+        )
+
+
 class Link(Record):
     """How bytes move from devices that match `source` to devices that match `target`."""
 
@@ -73,6 +107,8 @@ class Link(Record):
     sum_start_s: Seconds = 0.0
     """Time for two devices to start an all-reduce: its launch, and the wait for the later one; for n it is log₂ n times
     as long."""
+    collectives: tuple[CollectiveTime, ...] = ()
+    """Collectives over this link as they were measured; those of kinds that are missing are computed as rings."""
 
 
 class Overlap(Record):
@@ -91,6 +127,12 @@ class Route(NamedTuple):
     sum_latency_s: float
     sum_bytes_per_s: float
     sum_start_s: float = 0.0
+    collectives: tuple[CollectiveTime, ...] = ()
+
+    def collective(self, kind: str, members: int) -> CollectiveTime | None:
+        """Returns the measured time of a collective, by the nearest number of members; None if there is none."""
+        known = [time for time in self.collectives if time.kind == kind]
+        return min(known, key=lambda time: abs(time.members - members)).among(members) if known else None
 
     def sum_overhead_s(self, num_devices: int) -> float:
         """Returns the time of a ring all-reduce of `num_devices` apart from its traffic."""
@@ -149,6 +191,12 @@ class Machine(Record):
             raise InputError(f"machine '{self.name}' has no device '{name}'{nearest(name, self._by_name)}")
         return self._by_name[name]
 
+    def leaves_core(self, device: Device, names: Sequence[str]) -> bool:
+        """Whether a worker on a device, beside workers on the others of `names`, leaves a core to its messages."""
+        beside = sum(self.device(name).host == device.host for name in names)
+        cores = next(host.cores for host in self.hosts if host.name == device.host)
+        return device.type == "gpu" or cores // beside >= MANY_CORES
+
     def cpu_of(self, device: Device) -> Device:
         """Returns the CPU of `device`'s host, whose memory holds offloaded state."""
         if device.host in self._cpus:
@@ -196,7 +244,8 @@ class Machine(Record):
                 wires = tuple(w.format_map(ends) for w in link.wires)
                 sum_latency_s = link.latency_s if link.sum_latency_s is None else link.sum_latency_s
                 sum_rate = link.sum_bytes_per_s or link.bytes_per_s
-                return Route(link.latency_s, link.bytes_per_s, wires, sum_latency_s, sum_rate, link.sum_start_s)
+                sums = (sum_latency_s, sum_rate, link.sum_start_s)
+                return Route(link.latency_s, link.bytes_per_s, wires, *sums, link.collectives)
         raise InputError(
             f"machine '{self.name}' has no link from '{source.name}' to '{target.name}'; add one to its links"
         )

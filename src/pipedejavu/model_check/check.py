@@ -21,6 +21,7 @@ from pipedejavu.model_check.model_pass import Checked, DividedModel, Pass, Sampl
 from pipedejavu.model_check.refusal import describe_difference
 from pipedejavu.probe.host import free_memory_bytes
 from pipedejavu.profile.module_hook import describe_forward_hooks
+from pipedejavu.runtime.device_memory import DeviceMemory
 from pipedejavu.source.rng import drawn_since, preserve_rng, seed_all
 
 __all__ = ["Checked", "Sample", "check_model"]
@@ -29,6 +30,9 @@ _ROUNDS, _MORE_ROUNDS = 2, 8
 """Number of passes; more if the model draws from Python's or numpy's generators, as differences may be rare."""
 _COPIES = 5
 """Memory of the check in multiples of the model: two copies, two sets of gradients, and activations."""
+
+_MOST_FLOP = 20e12
+"""Work that a check for a GPU may leave to the CPU, which takes about ten seconds for it."""
 
 OPTION = "check_model=False"
 _UNCHECKED = "the model is not compared with its units"
@@ -55,10 +59,9 @@ def check_model(checked: Checked, device: torch.device, option: str = OPTION) ->
     the option, named in errors, that disables the check.
     """
     state_bytes = sum(t.nbytes for t in (*checked.model.parameters(), *checked.model.buffers()))
-    check_device = _choose_device(state_bytes, device)
+    check_device, reason = _choose_device(checked, state_bytes, device)
     if check_device is None:
-        free = format_bytes(free_memory_bytes())
-        return f"{_UNCHECKED}: that takes {format_bytes(_COPIES * state_bytes)} of {free}"
+        return f"{_UNCHECKED}: that takes {format_bytes(_COPIES * state_bytes)} of {reason}"
     for sample in checked.samples:
         checked.cut.fit(sample.inputs)
     with START.phase("check"), preserve_rng(check_device), _undisturbed(checked.model, check_device):
@@ -110,11 +113,21 @@ def _remark(checked: Checked, draws: Sequence[str]) -> str:
     return describe_forward_hooks(checked.model) if checked.cut.method != "chain" else ""
 
 
-def _choose_device(state_bytes: int, device: torch.device) -> torch.device | None:
-    """Returns a device with enough memory for the check: `device`, else the CPU, else None."""
-    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] > _COPIES * state_bytes:
-        return device
-    return torch.device("cpu") if free_memory_bytes() > _COPIES * state_bytes else None
+def _choose_device(checked: Checked, state_bytes: int, device: torch.device) -> tuple[torch.device | None, str]:
+    """Returns a device for the check: `device`, else the CPU; or None, and what there is too little of."""
+    needed, free, said = _COPIES * state_bytes, free_memory_bytes(), ""
+    if device.type == "cuda":
+        free_gpu = DeviceMemory(device).free_bytes()
+        if free_gpu > needed:
+            return device, ""
+        said = f"{format_bytes(free_gpu)} on the GPU"
+        flop = 3 * sum(unit.flop for unit in checked.program.profile.units)  # forward and backward of a sample
+        work = 2 * _ROUNDS * flop * max(checked.program.sizes, default=0)
+        if work > _MOST_FLOP:
+            return None, f"{said}, and {work / 1e12:,.0f} TFLOP are too many for the CPU"
+    if free > needed:
+        return torch.device("cpu"), ""
+    return None, f"{said} and {format_bytes(free)} on the host" if said else format_bytes(free)
 
 
 @contextmanager

@@ -14,7 +14,9 @@ Count = Annotated[int, Field(ge=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Zero = Annotated[int, Field(ge=0, le=3)]
 Rest = Literal["device", "visit", "host", "lean", "window"]
-Layout = Literal["col", "row", "head", "stationary-x", "stationary-y", "stationary-w", "expert"]
+Layout = Literal[
+    "col", "row", "head", "sequence", "vocabulary", "context", "stationary-x", "stationary-y", "stationary-w", "expert"
+]
 
 
 def in_line(numbers: tuple[int, ...]) -> str:
@@ -34,14 +36,15 @@ class Cut(Record):
     """Boundaries of the units, if the model is not a chain: the first operation of each unit but the first in the
     recorded graph, and at the end the number of operations. `train` cuts the model there."""
     layouts: tuple[Layout, ...] = ()
-    """Layouts of the operators inside each unit, in order, for a `layout` cut."""
+    """Layouts of the operators inside each unit, in order, for a `layout` cut. Of those, `sequence`, `vocabulary` and
+    `context` go with a chain whose workers are tensor-parallel groups, too."""
     capacity: float | None = Field(default=None, gt=0)
     """For layout `expert`: slots per expert, as a multiple of an even share of a worker's rows. Rows over it skip their
     expert. By default no row is dropped."""
 
     def __str__(self) -> str:
         if self.kind == "chain":
-            return f"chain({self.stages})" if self.stages else "chain"
+            return " ".join([f"chain({self.stages})" if self.stages else "chain", *self.layouts])
         text = " ".join(self.layouts) if self.kind == "layout" else self.kind
         return text if self.capacity is None else f"{text}({self.capacity:g})"
 
@@ -156,9 +159,23 @@ class Version(Record):
     """Which weights a microbatch reads."""
 
     kind: Literal["sync", "stash", "vertical", "double-buffer", "local", "torn"] = "sync"
+    correction: Literal["none", "weight-prediction", "discrepancy", "delay-compensation"] = "none"
+    """What restores the accuracy that older weights cost. `weight-prediction`: forwards read the newest weights plus
+    their velocity times the updates until the gradient is applied. `discrepancy`: no weights are stashed; backwards
+    read the newest weights minus the velocity times the updates since the forward. `delay-compensation`: gradients g
+    are replaced by g + λ·g⊙g⊙(newest weights − weights that were read)."""
+    decay: float | None = Field(default=None, ge=0, lt=1)
+    """Share of the velocity that is left after as many updates as the stage is late; by default 0 (the last update) for
+    `weight-prediction`, and 0.135 for `discrepancy`."""
+    compensation: float = Field(default=0.04, ge=0)
+    """For `delay-compensation`: λ."""
+    rate_updates: int = Field(default=0, ge=0)
+    """Updates over which the learning rate of a stage rises from its value divided by the stage's delay to its value;
+    0 for no such scaling."""
 
     def __str__(self) -> str:
-        return self.kind
+        parts = [self.kind] + [self.correction] * (self.correction != "none")
+        return " + ".join(parts + [f"rates({self.rate_updates})"] * (self.rate_updates > 0))
 
 
 class Reduce(Record):

@@ -2,7 +2,10 @@
 
 from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.axis import in_line
+from pipedejavu.plan.correction_rule import CORRECTION_RULES
 from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
+from pipedejavu.plan.layout_rule import LAYOUT_RULES
+from pipedejavu.plan.operator_rule import OPERATOR_RULES, operator_facts
 from pipedejavu.plan.plan import Plan
 from pipedejavu.plan.plan_rule import Rule, num_replicas, ties_cross_stages
 from pipedejavu.plan.plan_trait import adds_to_weights, can_take_turns, has_legal_checkpoints, is_written_out
@@ -67,6 +70,9 @@ RULES = (
     ),
     *ZERO_RULES,
     *EXPERT_RULES,
+    *LAYOUT_RULES,
+    *OPERATOR_RULES,
+    *CORRECTION_RULES,
     Rule(
         lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
         "a bidirectional place pairs workers, and {workers} is odd",
@@ -339,9 +345,10 @@ def check_plan(plan: Plan, profile: Profile) -> None:
 
 def faults_of(plan: Plan, profile: Profile) -> list[str]:
     """Returns a sentence with the remedy for every rule that the plan breaks."""
-    facts: dict[str, object] = plan.axes() | expert_facts(plan, profile)
+    facts: dict[str, object] = plan.axes() | expert_facts(plan, profile) | operator_facts(plan, profile)
     facts |= {
         "precision": str(plan.precision),
+        "correction": plan.version.correction,
         "order": plan.order.kind,
         "place": plan.place.kind,
         "keep": plan.keep.kind,

@@ -36,6 +36,7 @@ from pipedejavu.profile import (
 )
 from pipedejavu.profile.measured_unit import Report
 from pipedejavu.profile.time_budget import TimeBudget
+from pipedejavu.profile.tp_size import tp_sizes
 from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
@@ -90,7 +91,7 @@ def measure_model(
     setups = [MeasureSetup(kind, device, torch.get_num_threads()) for kind, device in kinds.items()]
     profile = measure_with(model, unit_samples, job, [*setups, *fractions], report, budget=budget)
     return Profiled(
-        profile.replace(begins=begins),
+        profile.replace(begins=begins, tp_sizes=_tp_sizes(unit_samples[-1], machine)),
         machine,
         tuple(unit_sample.samples for unit_sample in unit_samples),
         describe_form(_batch(task, 1)[0]),
@@ -184,7 +185,13 @@ def measure_task(
     make = partial(draw, task.data, 0)
     job = _job(unit_samples[-1])
     profile = measure_with(model, unit_samples, job, setups, report, make, precision, budget=budget)
-    return profile.replace(begins=begins)
+    return profile.replace(begins=begins, tp_sizes=_tp_sizes(unit_samples[-1], this_machine()))
+
+
+def _tp_sizes(unit_sample: UnitSample, machine: Machine) -> tuple[int, ...] | None:
+    """Returns the numbers of devices that can divide operators; None on a machine with fewer than two GPUs."""
+    several = sum(device.type == "gpu" for device in machine.devices) > 1
+    return tp_sizes(unit_sample.units, unit_sample.inputs) if several else None
 
 
 def _unit_samples(
@@ -222,24 +229,39 @@ def estimate_model(
     `efficiencies` are per type of device; by default those fitted to measured operators. With `is_fused` the model is
     compiled.
     """
+    report(f"building {model} without memory")
+    task = open_task(model, device="meta", context=context)
+    return estimate_task(model, task, samples, machine, report, efficiencies, precision, is_fused=is_fused)
+
+
+def estimate_task(
+    name: str,
+    task: Task,
+    samples: int,
+    machine: Machine,
+    report: Report,
+    efficiencies: Mapping[str, Efficiency] | None = None,
+    precision: Precision = PLAIN,
+    *,
+    is_fused: bool = False,
+) -> Profiled:
+    """Estimates a task whose model may be on the meta device, as `estimate_model` does; the model cannot run after."""
     efficiencies = known_efficiencies() if efficiencies is None else efficiencies
     _check(samples)
     sizes = [max(_LEAST, samples // 4) if samples >= 2 * _LEAST else samples + 2, samples]  # two points make a line
-    rates = read_rates(machine, efficiencies, EFFICIENCY, precision.compute)
-    report(f"building {model} without memory")
-    task, mode = open_task(model, device="meta", context=context), make_mode()
+    rates, mode = read_rates(machine, efficiencies, EFFICIENCY, precision.compute), make_mode()
     make_meta_model(task.model, mode)
     unit_samples, cut = [], None
     for size in sizes:
         inputs, targets = meta_like(_batch(task, size), mode)
-        report(f"cutting {model} for {size} samples")
+        report(f"cutting {name} for {size} samples")
         cut = cut if cut and cut.method == "chain" else cut_model(task.model, inputs)
         unit_samples.append(_unit_sample(task, cut, inputs, targets))
     unit_samples = [unit_sample for unit_sample in unit_samples if has_same_units(unit_sample, unit_samples[-1])]
     assert cut is not None
     job = _job(unit_samples[-1])
-    profile = estimate_units(model, unit_samples, job.ties, rates, report, precision, is_fused=is_fused)
-    profile = profile.replace(begins=cut.begins)
+    profile = estimate_units(name, unit_samples, job.ties, rates, report, precision, is_fused=is_fused)
+    profile = profile.replace(begins=cut.begins, tp_sizes=_tp_sizes(unit_samples[-1], machine))
     sizes = [unit_sample.samples for unit_sample in unit_samples]
     return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))
 

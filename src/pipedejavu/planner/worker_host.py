@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from pipedejavu.engine.tensor_parallel import check_divisible
-from pipedejavu.facts import Device, Host, InputError, Link, Machine, Record
+from pipedejavu.facts import MANY_CORES, Device, Host, InputError, Link, Machine, Record
 from pipedejavu.plan import Plan
 from pipedejavu.probe.machine_shape import (
     ASSUMED_LINK_BYTES_PER_S,
@@ -28,8 +28,6 @@ DeviceChoice = Literal["auto", "cpu", "gpu", "shared-gpu"]
 ASSUMED_NETWORK_BYTES_PER_S = 1.25e9
 """Ten gigabits per second between hosts."""
 ASSUMED_NETWORK_LATENCY_S = 100e-6
-MANY_CORES = 4
-"""A worker with at least this many cores leaves one to the threads that send messages."""
 
 
 class Gpu(Record):

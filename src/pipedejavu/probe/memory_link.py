@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from pipedejavu.facts import Link
+from pipedejavu.probe.collective_time import measure_collectives
 from pipedejavu.probe.gloo import MESSAGE_BYTES, SUM_BYTES, copies_s, fitted_link, measure_link, time_of_bytes
+from pipedejavu.probe.machine_shape import num_cores
 from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
 from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.runtime.peer_socket import PeerSocket
@@ -46,7 +48,9 @@ def measure_memory_link(*, is_staged: bool = False) -> Link:
     sum_s = time_of_bytes(sum_latency_s, _sum_s(vector, _REPEATS))
     if is_staged:
         time_s, sum_s = time_s + copies_s(large), sum_s + copies_s(vector)
-    return fitted_link(latency_s, time_s, sum_latency_s, sum_s)
+        return fitted_link(latency_s, time_s, sum_latency_s, sum_s)
+    link = fitted_link(latency_s, time_s, sum_latency_s, sum_s)
+    return link.replace(collectives=measure_collectives(num_cores()))
 
 
 def measure_gpu_link(source: torch.device, target: torch.device) -> Link:

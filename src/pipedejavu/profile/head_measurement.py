@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import median
 from typing import Any, Protocol
 
@@ -47,8 +48,11 @@ def measure_head(
     `work` is the counted work of the unit, and `watch` makes a stopwatch for one pass. Unless `is_timed`, only bytes
     are counted.
     """
-    unit, use = copy.deepcopy(module).to(device), HeadUse()
-    run_step(DeferringUnit(unit, use), value, head, is_first, NullMeter())
+    unit, use = copy.deepcopy(module).to(device), HeadUse(CHUNKS[-1], is_early=False)
+    try:
+        run_step(DeferringUnit(unit, use), value, head, is_first, NullMeter())
+    except torch.OutOfMemoryError:  # it has no head that chunks make smaller
+        return ()
     if not use.num_losses or use.reads:
         return ()
     units = {1: unit} | {chunks: DeferringUnit(unit, HeadUse(chunks, is_early=False)) for chunks in CHUNKS}
@@ -56,7 +60,8 @@ def measure_head(
     output_bytes, logits_bytes = sum(t.nbytes for t in tensors_of(work.output)), use.num_logits * use.itemsize
     ratios: dict[int, dict[str, float]] = {chunks: {} for chunks in units}
     if is_timed and logits_bytes >= TIMED_BYTES:
-        ratios = _time_ratios(units, value, head, is_first, watch)
+        with suppress(torch.OutOfMemoryError):  # one chunk needs more than the device has: bytes alone are known
+            ratios = _time_ratios(units, value, head, is_first, watch)
     return tuple(
         HeadForm(
             chunks=chunks,

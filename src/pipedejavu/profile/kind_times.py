@@ -28,11 +28,11 @@ from pipedejavu.profile.measured_unit import (
     run_forward,
     time_update,
 )
-from pipedejavu.profile.operator_count import count_on_fakes, count_step
+from pipedejavu.profile.operator_count import UnitWork, count_on_fakes, count_step
 from pipedejavu.profile.quick_rates import measure_rates
 from pipedejavu.profile.time_budget import BudgetPart
 from pipedejavu.profile.unit_sample import UnitSample
-from pipedejavu.profile.unit_step import PARTS, moved
+from pipedejavu.profile.unit_step import PARTS, LossHead, moved
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.runtime.compute_precision import ComputeFormat, lower_
 
@@ -146,8 +146,7 @@ def _count_units(
             output, forward_s = run_forward(computed, value, device)
             expected_s = _PASSES_OF_FORWARD * forward_s
             is_cheap = device.type != "cpu" or budget.allows(2 * expected_s)  # counting slows a pass
-            work = None if is_cheap else count_on_fakes(computed, value, head, index == 0)
-            work = work or count_step(copy.deepcopy(computed).to(device), value, head, index == 0)
+            work = _count_work(computed, value, head, index == 0, device, by_shapes=not is_cheap)
             unit = MeasuredUnit(name, computed, value, head, index == 0, work, expected_s)
             unit.compiler = setting.compiler
             known[key] = unit, output
@@ -155,6 +154,22 @@ def _count_units(
         unit.num_equal += 1
         units.append(unit)
     return units
+
+
+def _count_work(
+    module: nn.Module, value: Any, head: LossHead | None, is_first: bool, device: torch.device, *, by_shapes: bool
+) -> UnitWork:
+    """Counts the work of a unit in a pass, or by shapes alone if asked or if the device has no memory for the pass."""
+    work = count_on_fakes(module, value, head, is_first) if by_shapes else None
+    if work is not None:
+        return work
+    try:
+        return count_step(copy.deepcopy(module).to(device), value, head, is_first)
+    except torch.OutOfMemoryError:
+        work = None if by_shapes else count_on_fakes(module, value, head, is_first)
+        if work is None:
+            raise
+        return work
 
 
 def _in_format(module: nn.Module, form: ComputeFormat) -> nn.Module:
@@ -207,12 +222,17 @@ def _time_sizes(
                 sizes[unit_sample.samples] = _at_size(unit_sample, units, device, setting.form)
             for unit in _distinct(sizes[unit_sample.samples]):
                 is_needed = not any(unit.is_timed for same in sizes.values() for unit in same)
+                if unit.is_too_large:
+                    continue
                 if not is_needed and not budget.allows(unit.expected_s):
                     is_whole = False
                     continue
                 setting.report(f"{unit.name} ({kind}, {unit_sample.samples} samples)")
                 repeats = min(unit.num_equal, MOST_EQUAL) / num_turns
-                taken_s += unit.run(device, enough_s * repeats, -(-FEWEST // num_turns))
+                try:
+                    taken_s += unit.run(device, enough_s * repeats, -(-FEWEST // num_turns))
+                except torch.OutOfMemoryError:
+                    unit.leave_out()
         turns += [taken_s] if is_whole else []
     return stdev(turns) / fmean(turns) if len(turns) > 1 else None
 

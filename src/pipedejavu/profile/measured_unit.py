@@ -15,6 +15,7 @@ from pipedejavu.profile.operator_count import UnitWork
 from pipedejavu.profile.stopwatch import Stopwatch
 from pipedejavu.profile.unit_step import PARTS, LossHead, detached, run_several, run_step
 from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
+from pipedejavu.runtime.device_memory import DeviceMemory
 
 FEWEST, ENOUGH_S = 3, 0.25
 """A unit is timed this often at least, and until its passes have taken this long together."""
@@ -58,6 +59,8 @@ class MeasuredUnit:
     """On a GPU: host time to issue each part within a step of several units."""
     update_s: float | None = None
     num_equal: int = 0
+    is_too_large: bool = False
+    """Whether the device has too little memory for a pass at this size."""
     compiler: UnitCompiler | None = None
 
     @property
@@ -69,6 +72,11 @@ class MeasuredUnit:
     def step_s(self) -> float:
         """Time of forward and backward, as measured."""
         return sum(median(self.times[part]) for part in ("forward", "backward"))
+
+    def leave_out(self) -> None:
+        """Forgets what was timed, as the device has too little memory for this size: other sizes must do."""
+        self.is_too_large = True
+        self.times, self.issue = ({part: [] for part in PARTS} for _ in range(2))
 
     def again(self) -> "MeasuredUnit":
         """Returns a record of the same unit without times, for another kind of device."""
@@ -83,7 +91,8 @@ class MeasuredUnit:
         module = copy.deepcopy(self.module).to(device)
         if self.compiler is None:
             return module, self.head
-        return _CompiledUnit(self.name, _with_leaves(module), self.head, self.compiler), None
+        module = module if self.compiler.has_parameters else _with_leaves(module)
+        return _CompiledUnit(self.name, module, self.head, self.compiler), None
 
     def run(self, device: torch.device, enough_s: float, fewest: int) -> float:
         """Times passes on a copy of the unit; returns the time of forward and backward, summed over all equal units."""
@@ -105,7 +114,7 @@ class MeasuredUnit:
 
 
 def _with_leaves(module: nn.Module) -> nn.Module:
-    """Replaces a module's parameters by plain tensors, as workers do: compiled code is for one of the two."""
+    """Replaces a module's parameters by plain tensors, as the engine's workers do."""
     leaves: dict[int, Tensor] = {}
     parameters = [*module.parameters()]  # keeps ids unique
     for part in module.modules():
@@ -182,10 +191,7 @@ def measure_issue(unit: MeasuredUnit, device: torch.device) -> dict[str, float]:
 
 def _free_bytes(device: torch.device) -> float:
     """Returns a GPU's free memory, including what its allocator has cached."""
-    if device.type != "cuda":
-        return math.inf
-    free_bytes, _ = torch.cuda.mem_get_info(device)
-    return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return DeviceMemory(device).free_bytes() if device.type == "cuda" else math.inf
 
 
 def _repeats(enough_s: float, fewest: int) -> Iterator[int]:

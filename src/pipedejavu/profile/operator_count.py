@@ -50,6 +50,10 @@ class UnitWork:
         """Floating-point operations of the forward."""
         return sum(work.flop for work in self.parts["forward"])
 
+    def num_forward(self, class_: str) -> int:
+        """Returns the number of operations of a class in the forward."""
+        return sum(work.class_ == class_ for work in self.parts["forward"])
+
 
 def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: bool) -> UnitWork:
     """Runs each part of a unit's step once and counts its work."""

@@ -5,16 +5,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 from pipedejavu.profile.model_trace import trace
 from pipedejavu.profile.segment import Segment, Value, make_body
-from pipedejavu.runtime.axis_region import UnitGraph
+from pipedejavu.runtime.axis_region import LOSS_UNIT, UnitGraph
+from pipedejavu.runtime.compiled_unit import LossCall
 
 
-def unit_graphs(units: Sequence[tuple[str, nn.Module]], value: Value) -> list[UnitGraph]:
+class _Loss(nn.Module):
+    """A loss as a last unit, which takes the tensors of the output and of the targets."""
+
+    def __init__(self, head: LossCall, num_outputs: int):
+        super().__init__()
+        self.head, self.num_outputs = head, num_outputs
+        self.leaves, self.spec = pytree.tree_flatten(head.targets)
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """Returns the loss."""
+        outputs, given = tensors[: self.num_outputs], iter(tensors[self.num_outputs :])
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        value = outputs if len(outputs) > 1 else outputs[0]
+        return self.head.loss(value, pytree.tree_unflatten(leaves, self.spec))
+
+
+def unit_graphs(units: Sequence[tuple[str, nn.Module]], value: Value, head: LossCall | None = None) -> list[UnitGraph]:
     """Returns the graphs of consecutive units, of which the first takes `value`; nothing is computed.
 
-    A segment has its graph already; other modules are traced. Raises InputError if one cannot be.
+    A segment has its graph already; other modules are traced. Raises InputError if one cannot be. With a `head`, the
+    last graph is that of the loss, which takes the tensors of the targets beside those of the output.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = value if isinstance(value, tuple) else (value,)
@@ -25,6 +44,13 @@ def unit_graphs(units: Sequence[tuple[str, nn.Module]], value: Value) -> list[Un
         with torch.enable_grad(), mode:
             fakes = _note_shapes(body, mode, fakes)
         graphs.append(UnitGraph(name, body))
+    if head is not None:
+        loss = _Loss(head, len(fakes))
+        fakes = (*fakes, *(mode.from_tensor(leaf) for leaf in loss.leaves if isinstance(leaf, Tensor)))
+        body = _body(loss, fakes)
+        with torch.enable_grad(), mode:
+            _note_shapes(body, mode, fakes)
+        graphs.append(UnitGraph(LOSS_UNIT, body))
     return graphs
 
 

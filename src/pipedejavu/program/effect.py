@@ -29,6 +29,7 @@ from pipedejavu.plan.axis import Rest
 from pipedejavu.program.action import (
     DROP,
     FETCH,
+    FORWARD,
     OFFLOAD,
     Action,
     ActionKind,
@@ -82,8 +83,11 @@ class Table:
         self.elastic = plan.reduce.combiner == "elastic"
         self.in_turn = plan.reduce.gate == "round-robin"
         self.scores = plan.reduce.combiner == "score-trim"
+        self.forgets_weights = plan.version.correction == "weight-prediction"
+        """Whether a backward reads only the weights that its forward made."""
         self.num_replicas = program.num_replicas
         self.program = program
+        self.compared = compared_versions(program)
         self.rests = [rest_of(program, piece) for piece in pieces]
         self.update_places = [update_place(program, piece) for piece in pieces]
         self.rows: dict[ActionKind, Callable[[Action, int], Effects]] = {
@@ -151,6 +155,8 @@ class Table:
             reads: tuple[Value, ...] = (saved, _new(Value, (GRADIENT, outputs[0], 0, i, DEVICE)), weights)
         else:
             reads = (saved, *(Value.gradient(after, i) for after in outputs), weights)
+        if self.forgets_weights:
+            reads = reads[:-1]
         return reads, ((_new(Value, (GRADIENT, piece, 0, i, DEVICE)),) if self.inputs[piece] else ()), ()
 
     def _weight_backward(self, a: Action, _worker: int) -> Effects:
@@ -200,6 +206,8 @@ class Table:
         reads: tuple[Value, ...] = (self._gradient(piece, replica, update), base)
         if self.clip_delay is not None and update >= self.clip_delay:
             reads += (Value.norm(update - self.clip_delay),)
+        if (version_read := self.compared.get((piece, replica, update), update)) != update:
+            reads += (Value.weights(piece, replica, version_read),)
         if self.elastic:
             turn = update * self.num_replicas + replica if self.in_turn else update
             reads += (Value.weights(piece, center, turn),)
@@ -241,6 +249,15 @@ class Table:
 
 
 _PLACES = {UpdatePlace.DEVICE: DEVICE, UpdatePlace.HOST: HOST, UpdatePlace.SHARD: SHARD, None: DEVICE}
+
+
+def compared_versions(program: Program) -> dict[tuple[int, int, int], int]:
+    """Returns, by piece, replica and update, the version that its forwards read, if the update compares with it."""
+    plan = program.plan
+    if plan.version.correction != "delay-compensation" or not plan.is_flush_free:
+        return {}
+    forwards = [a for worker in program.workers for a in worker.actions if a.kind == FORWARD]
+    return {(a.piece, a.replica, a.microbatch // program.update_size): a.version for a in forwards}
 
 
 class _Waves:

@@ -50,6 +50,9 @@ COLLECTIVES = {
     "col": ("", "", "", "all-reduce"),
     "head": ("", "", "", "all-reduce"),
     "row": ("", "all-reduce", "", ""),
+    "sequence": ("all-gather", "reduce-scatter", "all-gather", "reduce-scatter"),
+    "vocabulary": ("", "all-reduce", "", "all-reduce"),
+    "context": ("all-to-all", "all-to-all", "all-to-all", "all-to-all"),
     "stationary-x": ("", "reduce-scatter", "all-gather", ""),
     "stationary-y": ("all-gather", "", "", "reduce-scatter"),
     "stationary-w": ("all-gather", "reduce-scatter", "all-gather", "reduce-scatter"),
@@ -181,7 +184,8 @@ def add_version_drops(program: Program) -> Program:
                 newest[a.piece, a.replica] = a.version
         drops: dict[int, list[Action]] = {}
         for weights, position in last.items():
-            is_reused = worker.actions[position].kind == UPDATE
+            reader = worker.actions[position]
+            is_reused = reader.kind == UPDATE and weights.number == reader.version - 1
             if not is_reused and weights.number < newest.get((weights.piece, weights.replica), 0):
                 drops.setdefault(position, []).append(Action.on(DROP, weights))
         after.append(drops)

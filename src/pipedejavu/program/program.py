@@ -179,6 +179,15 @@ class Program:
         """Whether the forward of a piece saves tensors for its backward: not if all its units are recomputed."""
         return len(self.recomputed[piece]) < len(self.pieces[piece].units)
 
+    def late_by(self, piece: int) -> int:
+        """Returns by how many updates a gradient of a piece is late, at most, in a pipeline that never drains."""
+        plan, last = self.plan, self.pieces[-1].stage
+        if not plan.is_flush_free:
+            return 0
+        if plan.version.kind == "stash":
+            return -(-(last - self.pieces[piece].stage) // plan.feed.microbatches)
+        return last if plan.version.kind == "vertical" else 1
+
     def fed_by(self, replica: int, update: int) -> tuple[int, ...]:
         """Returns the microbatches of an update that one replica trains on."""
         first = update * self.update_size + sum(map(len, self.parts[:replica]))

@@ -74,13 +74,16 @@ class _UpdatePass:
             yield from self._streamed_update(key)
 
     def _updates_at(self, update: int, position: int) -> bool:
-        if self.plan.is_flush_free:
+        if self.plan.is_flush_free and self.plan.reduce.clip == "none":  # a norm is that of all pieces of the worker
             a = self.actions[position]
             return a.kind in GRADIENT_KINDS and self.last_gradient[(a.piece, a.replica), update] == position
         return self.last_action[update] == position
 
     def _version(self, a: Action, update: int, key: PieceReplica) -> int:
-        """Returns the weight version that an action reads: a forward decides, its backward reads the same."""
+        """Returns the weight version that an action reads: a forward decides, its backward reads the same.
+
+        Without a stash (correction 'discrepancy'), the backward reads the newest.
+        """
         if a.kind == FORWARD:
             self.read[a.piece, a.microbatch] = {
                 "sync": update,
@@ -90,6 +93,8 @@ class _UpdatePass:
                 "double-buffer": max(0, update - 1),
                 "torn": -1,
             }[self.plan.version.kind]
+        elif self.plan.version.correction == "discrepancy":
+            return self.newest[key]
         return self.read[a.piece, a.microbatch]
 
     def _after_gradient(self, key: PieceReplica, update: int) -> Iterator[Action]:

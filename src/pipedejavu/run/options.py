@@ -35,6 +35,8 @@ class TrainOptions(Record):
     """Tokens per sample; by default the model's."""
     packing: Literal["documents", "stream", "rows"] = "documents"
     """How texts and chats become samples: several in a row that attend to themselves, one stream, or one per row."""
+    fanout: str | None = None
+    """Neighbours that are sampled per node and layer of a graph network, as 10,5; by default those of the model."""
     eval: float = Field(default=0.0, ge=0)
     """What is held out of the data for evaluation: a share, or a number of samples if it is 1 or more."""
     eval_data: str | None = None

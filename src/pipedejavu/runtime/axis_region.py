@@ -13,10 +13,13 @@ from typing import Any
 from torch import Tensor, fx
 
 from pipedejavu.runtime.axis_rule import Axes, argument, axes_of, is_tensor, name_of, shape_of
+from pipedejavu.runtime.loss_rule import Rules
 from pipedejavu.runtime.reshape_rule import Split, UndividedError, cut_sizes, through_slice, through_view
 
 VIEWS = frozenset(("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"))
 CONVOLUTIONS = ("conv1d", "conv2d", "conv3d", "convolution")
+LOSS_UNIT = "loss"
+"""The name of a loss that is recorded after the last unit."""
 SPLITS = frozenset(("split", "split_with_sizes", "chunk", "unbind", "unsafe_split", "unsafe_chunk"))
 
 
@@ -63,7 +66,8 @@ class GraphChain:
                     self.held[node] = graph.tensor(node)
                     self.twins.setdefault(id(self.held[node]), []).append(node)
             if number:
-                for source, target in zip(graphs[number - 1].outputs, graph.inputs, strict=True):
+                # A loss takes targets beside the outputs of the last unit.
+                for source, target in zip(graphs[number - 1].outputs, graph.inputs, strict=False):
                     self.before[target] = source
                     self.after.setdefault(source, []).append(target)
         self.ends = {*graphs[-1].outputs} if graphs else set()
@@ -85,6 +89,8 @@ class Region:
     repeats: set[fx.Node] = field(default_factory=set)
     """Attentions whose shared keys and values are repeated for each head first, as they are too few to be divided."""
     operations: set[fx.Node] = field(default_factory=set)
+    rules: Rules = field(default_factory=dict)
+    """By name of an operation, axes that differ from those of `axis_rule`."""
     _queue: list[fx.Node] = field(default_factory=list)
 
     @property
@@ -107,7 +113,8 @@ class Region:
             self.cut.pop(node, None)
         for operation in self.operations:
             self._enter(operation)
-        if not self.sums or not any(node.op == "call_function" for node in self.splits):
+        has_rows = any(name_of(node) == "embedding" for node in self.sums)
+        if not self.sums or not (has_rows or any(node.op == "call_function" for node in self.splits)):
             raise UndividedError("nothing sums over it")
 
     def _place(self, node: fx.Node, split: Split) -> None:
@@ -168,7 +175,7 @@ class Region:
         elif name == "cat":
             self._cat(node)
         else:
-            axes = axes_of(node)
+            axes = self.rules[name](node) if name in self.rules else axes_of(node)
             if axes is None:
                 raise UndividedError(f"operation '{name or node.target}' has no rule")
             self._axes(node, axes)

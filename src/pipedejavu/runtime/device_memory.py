@@ -60,6 +60,10 @@ class DeviceMemory:
         fraction = torch.cuda.get_per_process_memory_fraction(self.device)
         return min(free + self.reserved_bytes(), int(fraction * total))
 
+    def free_bytes(self) -> int:
+        """Returns the bytes that new tensors may take at most."""
+        return self.limit_bytes() - self.allocated_bytes()
+
     def cap(self, size_bytes: int) -> Callable[[], None]:
         """Makes the allocator reserve at most `size_bytes`; returns a call that restores its limit.
 

@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 from pipedejavu.facts import InputError
 from pipedejavu.runtime.axis_region import UnitGraph
 from pipedejavu.runtime.division import Division
-from pipedejavu.runtime.graph_part import Draws, GraphPart
+from pipedejavu.runtime.graph_part import GraphPart
+from pipedejavu.runtime.graph_step import Draws
 from pipedejavu.runtime.param_layout import DividedUnit, ParamLayout
 from pipedejavu.runtime.tensor_group import TensorGroup
 
@@ -128,7 +129,8 @@ def _share_tensors(body: nn.Module, first: nn.Module, states: Mapping[str, Tenso
 
 def division_shapes(division: Division) -> list[tuple[tuple[int, ...], ...]]:
     """Returns the shapes of what each unit takes on a rank."""
-    splits = {node: split for region in division.regions for node, split in region.splits.items()}
+    regions = (*division.regions, *([division.sequence] if division.sequence else []))
+    splits = {node: split for region in regions for node, split in region.splits.items()}
     shapes = []
     for graph in division.chain.graphs:
         rows = []

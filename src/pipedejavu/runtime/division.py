@@ -6,6 +6,7 @@ first: a column and a row layer, attention by heads, filters and the channels th
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -15,10 +16,12 @@ from torch import Tensor, fx
 from pipedejavu.runtime.axis_region import CONVOLUTIONS, GraphChain, Region, UnitGraph
 from pipedejavu.runtime.axis_rule import name_of, shape_of
 from pipedejavu.runtime.channel_region import ChannelRegion, OperatorLayout, is_operator, weight_of
+from pipedejavu.runtime.loss_rule import VOCABULARY_RULES, Rules
 from pipedejavu.runtime.param_layout import ParamLayout
 from pipedejavu.runtime.reshape_rule import Split, UndividedError
+from pipedejavu.runtime.sequence_region import SequenceRegion, sequence_region
 
-LayoutKind = Literal["pairs", "stationary-x", "stationary-y", "stationary-w"]
+LayoutKind = Literal["pairs", "context", "stationary-x", "stationary-y", "stationary-w"]
 
 _MOST_TRIES = 3
 """Divisions of one dimension into parts that are tried."""
@@ -45,6 +48,23 @@ class Division:
     regions: tuple[Region, ...]
     operators: Mapping[fx.Node, OperatorLayout] = field(default_factory=dict)
     """Operators whose channels or filters are divided, for the layouts called stationary."""
+    sequence: SequenceRegion | None = None
+    """Activations that are divided along the sequence, outside of the regions."""
+
+    @cached_property
+    def on_parts(self) -> set[fx.Node]:
+        """The operations that each rank computes on its part of the sequence."""
+        if self.sequence is None:
+            return set()
+        taken = {node for region in self.regions for node in region.operations}
+        nodes = {*self.sequence.splits, *self.sequence.sums}
+        nodes |= {source for node in nodes if (source := _source(node)) is not None}
+        return {node for node in nodes if node not in taken and self.sequence.runs(node)}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is divided."""
+        return not self.regions and (self.sequence is None or not self.sequence.splits)
 
     def region_of(self, node: fx.Node) -> Region | None:
         """Returns the region that an operation is part of."""
@@ -75,6 +95,12 @@ class Division:
         return rows + [Collective(self.chain.unit_of[node], False, _bytes(node) // 2) for node in cuts]
 
 
+def _source(node: fx.Node) -> fx.Node | None:
+    """Returns the operation of whose results a node is one."""
+    source = node.args[0] if "getitem" in str(node.target) else None
+    return source if isinstance(source, fx.Node) else None
+
+
 def _bytes(node: fx.Node) -> int:
     return prod(shape_of(node)) * int(node.meta["val"].element_size())
 
@@ -96,19 +122,33 @@ def _channel_sums(node: fx.Node, layout: OperatorLayout) -> Iterator[tuple[bool,
 
 
 def divide(
-    graphs: Sequence[UnitGraph], size: int, whole: Sequence[Tensor] = (), layout: LayoutKind = "pairs"
+    graphs: Sequence[UnitGraph],
+    size: int,
+    whole: Sequence[Tensor] = (),
+    layout: LayoutKind = "pairs",
+    *,
+    has_vocabulary: bool = False,
+    has_sequence: bool = False,
 ) -> Division:
-    """Returns the division of a chain over `size` ranks; `whole` are parameters that all ranks keep whole."""
+    """Returns the division of a chain over `size` ranks; `whole` are parameters that all ranks keep whole.
+
+    With `has_vocabulary`, rows of embeddings and classes of losses are divided too; with `has_sequence`, activations
+    between the divided operators.
+    """
     chain = GraphChain(graphs)
     kept = {id(tensor) for tensor in whole}
+    if layout == "context":
+        return Division(chain, size, (), sequence=sequence_region(chain, size, ()))
     if layout != "pairs":
         return _divide_channels(chain, size, kept, layout)
-    found = [region for seed in _seeds(chain) if (region := _region(chain, size, *seed, kept)) is not None]
+    rules = VOCABULARY_RULES if has_vocabulary else {}
+    found = [r for seed in _seeds(chain) if (r := _region(chain, size, *seed, kept, rules)) is not None]
     chosen: list[Region] = []
     for region in sorted(found, key=lambda region: -region.parameter_bytes):
         if all(region.nodes.isdisjoint(other.nodes) for other in chosen):
             chosen.append(region)
-    return Division(chain, size, tuple(chosen))
+    sequence = sequence_region(chain, size, chosen) if has_sequence and chosen else None
+    return Division(chain, size, tuple(chosen), sequence=sequence)
 
 
 def _divide_channels(chain: GraphChain, size: int, kept: set[int], layout: LayoutKind) -> Division:
@@ -143,12 +183,12 @@ def _seeds(chain: GraphChain) -> list[tuple[fx.Node, int]]:
     return [(node, dim) for node in trained for dim in range(chain.held[node].ndim)]
 
 
-def _region(chain: GraphChain, size: int, node: fx.Node, dim: int, kept: set[int]) -> Region | None:
+def _region(chain: GraphChain, size: int, node: fx.Node, dim: int, kept: set[int], rules: Rules) -> Region | None:
     """Returns what is divided with a dimension of a parameter, or None if it cannot be divided."""
     length = shape_of(node)[dim]
     parts: tuple[int, ...] = (length,)
     for _ in range(_MOST_TRIES):
-        region = Region(chain, size)
+        region = Region(chain, size, rules=rules)
         try:
             region.grow(node, Split(dim, parts))
         except UndividedError as error:

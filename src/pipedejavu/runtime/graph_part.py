@@ -1,137 +1,35 @@
 """One rank's part of a unit's graph: the same operations on the shapes of its parts, with collectives between them."""
 
-from collections.abc import Sequence
+from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from torch.nn import functional
+from torch import fx
 
-from pipedejavu.runtime import tensor_group
 from pipedejavu.runtime.axis_region import SPLITS, VIEWS, Region, UnitGraph, bounds_of
 from pipedejavu.runtime.axis_rule import argument, is_tensor, name_of, shape_of
 from pipedejavu.runtime.channel_region import OperatorLayout, channel_dim, grid_of, weight_of
 from pipedejavu.runtime.division import Division
-from pipedejavu.runtime.member_group import MemberGroup
+from pipedejavu.runtime.graph_step import (
+    Draws,
+    Dropout,
+    Gather,
+    GatheredProduct,
+    GatherOnce,
+    JoinParts,
+    MaskedAttention,
+    ScatterSum,
+    SequenceAttention,
+    Step,
+    SumBackward,
+    SumForward,
+    TakeHeads,
+    TakePart,
+)
+from pipedejavu.runtime.loss_part import SummedLoss, VocabularyLoss, VocabularyRows
+from pipedejavu.runtime.loss_rule import LOSS
 from pipedejavu.runtime.reshape_rule import Split, local_shape
 from pipedejavu.runtime.tensor_group import TensorGroup
-
-
-class Draws:
-    """Where a unit draws its masks: a generator of its own on a CPU, as threads share the global one."""
-
-    def __init__(self) -> None:
-        self.generator: torch.Generator | None = None
-
-    def mask(self, like: Tensor, shape: Sequence[int], p: float, split: Split | None, group: TensorGroup) -> Tensor:
-        """Returns this rank's part of the mask that a dropout of the whole tensor draws."""
-        if like.is_cuda:
-            mask = functional.dropout(like.new_ones(tuple(shape)), p, True)
-        else:
-            mask = like.new_empty(tuple(shape)).bernoulli_(1 - p, generator=self.generator).div_(1 - p)
-        if split is None:
-            return mask
-        starts = [part // group.size for part in split.parts]
-        runs = torch.split(mask, [*split.parts], split.dim)
-        own = [r.narrow(split.dim, n * group.rank, n) for r, n in zip(runs, starts, strict=True)]
-        return torch.cat(own, split.dim)
-
-
-class _Step(nn.Module):
-    """A step of a divided graph that is no operation of torch."""
-
-    def __init__(self, group: TensorGroup, **facts: Any):
-        super().__init__()
-        self.group, self.facts = group, facts
-
-
-class SumForward(_Step):
-    """Adds up the parts of a sum."""
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks."""
-        return tensor_group.sum_forward(tensor, self.group)
-
-
-class SumBackward(_Step):
-    """Where a tensor of all ranks enters what is divided."""
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor; its gradient is the sum over the ranks."""
-        return tensor_group.sum_backward(tensor, self.group)
-
-
-class Gather(_Step):
-    """Gathers the parts of some ranks, for operators of which each computes another part."""
-
-    def __init__(self, group: TensorGroup, **facts: Any):
-        members = facts["members"]
-        super().__init__(group if len(members) == group.size else MemberGroup(group, members), **facts)
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Returns the parts of the ranks, joined along the divided dimension."""
-        return tensor_group.gather(tensor, self.facts["dim"], self.group)
-
-
-class ScatterSum(Gather):
-    """Adds up parts of a sum over some ranks, each of which keeps a part of it."""
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Returns this rank's part of the sum."""
-        return tensor_group.scatter_sum(tensor, self.facts["dim"], self.group)
-
-
-class TakePart(_Step):
-    """Takes this rank's part of a tensor of all ranks."""
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Returns the part along the divided dimension."""
-        dim: int = self.facts["dim"]
-        if tensor.requires_grad:
-            return tensor_group.take_part(tensor, dim, self.group)
-        return tensor.chunk(self.group.size, dim)[self.group.rank]
-
-
-class TakeHeads(_Step):
-    """Takes this rank's heads of keys or values that several heads share."""
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Returns the keys or values of each of this rank's heads."""
-        repeated = tensor.repeat_interleave(self.facts["heads"] // tensor.shape[1], 1)
-        return tensor_group.take_part(repeated, 1, self.group)
-
-
-class Dropout(_Step):
-    """A dropout whose mask is the part of the whole tensor's."""
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Returns the tensor without the dropped elements."""
-        facts, draws = self.facts, self.facts["draws"]
-        mask: Tensor = draws.mask(tensor, facts["shape"], facts["p"], facts["split"], self.group)
-        return tensor * mask
-
-
-class MaskedAttention(_Step):
-    """Scaled dot-product attention with dropout, whose mask is the part of the whole attention's."""
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
-    ) -> Tensor:
-        """Returns the mixed values."""
-        if key.shape[1] != query.shape[1]:
-            key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-        factor = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
-        scores = (query * factor) @ (key * factor).transpose(-2, -1)
-        if is_causal:
-            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-            scores = scores.masked_fill(~seen, float("-inf"))
-        elif mask is not None:
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        shares = torch.softmax(scores, -1)
-        facts = self.facts
-        shape = (*facts["shape"][:3], key.shape[2])
-        kept: Tensor = shares * facts["draws"].mask(shares, shape, facts["p"], facts["split"], self.group)
-        return kept @ value
 
 
 class GraphPart:
@@ -141,8 +39,7 @@ class GraphPart:
         self.division, self.unit, self.group, self.draws = division, unit, group, draws
         self.graph, self.root = fx.Graph(), dict[str, Any]()
         self.made: dict[fx.Node, fx.Node] = {}
-        self._entered: dict[fx.Node, fx.Node] = {}
-        self._taken: dict[fx.Node, fx.Node] = {}
+        self._stepped: dict[tuple[type[Step], fx.Node, Split | None], fx.Node] = {}
 
     def write(self, tensors: dict[str, Any]) -> fx.GraphModule:
         """Returns the graph; `tensors` has this rank's parameters and buffers by the names of the unit's graph."""
@@ -156,22 +53,35 @@ class GraphPart:
                 self.root[name] = tensors[name] if name in tensors else self.unit.tensor(node)
                 self.made[node] = self.graph.get_attr(name)
             elif node.op == "output":
-                self.graph.output(tuple(self.made[used] for used in node.args[0]))
+                self.graph.output(tuple(self._result(used) for used in node.args[0]))
             else:
                 self.made[node] = self._operation(node)
         return fx.GraphModule(self.root, self.graph)
 
+    def _result(self, used: fx.Node) -> fx.Node:
+        """Returns what the unit passes on: parts to the next unit of the worker, and whole tensors to other workers."""
+        sequence = self.division.sequence
+        if sequence is None or used not in sequence.splits or used not in self.division.chain.ends:
+            return self.made[used]
+        return self._once(JoinParts, used, sequence.splits[used])
+
     def _operation(self, node: fx.Node) -> fx.Node:
         if (layout := self.division.operators.get(node)) is not None:
             return self._operator(node, layout)
-        region = self.division.region_of(node)
+        region, sequence = self.division.region_of(node), self.division.sequence
+        if region is None and node in self.division.on_parts:
+            region = sequence
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda used: self._operand(node, used, region))
+        if region is not None and name_of(node) == LOSS:
+            return self._loss(node, region, args, kwargs)
         if (step := self._random(node, region, args, kwargs)) is not None:
             return step
         if region is None:
             return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         if node in region.sums:
             return self._sum(node, list(args), dict(kwargs))
+        if (product := self._product(node, args, kwargs)) is not None:
+            return product
         return self.graph.call_function(node.target, *self._adapted(node, region, list(args), dict(kwargs)))  # type: ignore[arg-type]
 
     def _operator(self, node: fx.Node, layout: OperatorLayout) -> fx.Node:
@@ -195,6 +105,18 @@ class GraphPart:
             y = self._step(SumForward, y)
         return y if bias is None else self._biased(node, y, self.made[bias])
 
+    def _product(self, node: fx.Node, args: Any, kwargs: Any) -> fx.Node | None:
+        """Returns a matrix product that gathers its input again in the backward; None if its input is not gathered."""
+        position = {"linear": 0, "addmm": 1, "mm": 0, "matmul": 0}.get(name_of(node))
+        if position is None or kwargs or not isinstance(used := node.args[position], fx.Node):
+            return None
+        sequence = self.division.sequence
+        split = sequence.splits.get(used) if sequence is not None else None
+        if split is None or (gathered := self._stepped.get((GatherOnce, used, split))) is None:
+            return None
+        source = self.graph.call_function(getitem, (gathered, 1))
+        return self._step(GatheredProduct, source, *args, target=node.target, position=position)
+
     def _biased(self, node: fx.Node, total: fx.Node, bias: fx.Node) -> fx.Node:
         if name_of(node).startswith("conv"):
             shape = [-1, *(1,) * (len(shape_of(node)) - 2)]
@@ -203,22 +125,48 @@ class GraphPart:
 
     def _operand(self, node: fx.Node, used: fx.Node, region: Region | None) -> fx.Node:
         """Returns what an operation reads in place of a node of the whole graph."""
-        made = self.made[used]
-        if region is None or not is_tensor(used):
+        sequence, made = self.division.sequence, self.made[used]
+        if not is_tensor(used):
             return made
-        if node in region.repeats and used in node.args[1:3]:
+        split = sequence.splits.get(used) if sequence is not None else None
+        if region is not None and region is sequence:
+            return made if split is not None else self._given(node, used)
+        if region is not None and split is not None and used in region.entries and not self._is_shared(node, used):
+            return self.graph.call_function(getitem, (self._once(GatherOnce, used, split), 0))
+        if split is not None:
+            made = self._once(JoinParts, used, split)
+        if region is None:
+            return made
+        if self._is_shared(node, used):
             return self._step(TakeHeads, made, heads=shape_of(node)[1])
         if used in region.cut:
-            if used not in self._taken:
-                self._taken[used] = self._step(TakePart, made, dim=region.cut[used].dim)
-            return self._taken[used]
-        if used in region.entries:
-            if used not in self._entered:
-                self._entered[used] = self._step(SumBackward, made)
-            return self._entered[used]
-        return made
+            return self._once(TakePart, used, region.cut[used])
+        return self._once(SumBackward, used) if used in region.entries else made
 
-    def _step(self, kind: type[_Step], *args: Any, **facts: Any) -> fx.Node:
+    def _is_shared(self, node: fx.Node, used: fx.Node) -> bool:
+        """Whether an operand is the keys or values that several heads share, of which each rank takes its own."""
+        return any(node in region.repeats and used in node.args[1:3] for region in self.division.regions)
+
+    def _given(self, node: fx.Node, used: fx.Node) -> fx.Node:
+        """Returns what an operation on parts of the sequence reads in place of a tensor that all ranks have."""
+        assert self.division.sequence is not None
+        if (split := self.division.sequence.part_for(node, used)) is not None:
+            return self._once(TakePart, used, split)
+        return self._once(SumBackward, used) if used.meta["val"].requires_grad else self.made[used]
+
+    def _once(self, kind: type[Step], used: fx.Node, split: Split | None = None) -> fx.Node:
+        """Returns the result of a step on a tensor, for all operations that read it."""
+        key = kind, used, split
+        if key not in self._stepped:
+            sequence = self.division.sequence
+            made = self.made[used]
+            if kind is TakePart and sequence is not None and split is not None and used in sequence.splits:
+                made = self._once(JoinParts, used, sequence.splits[used])
+            facts = {} if split is None else split._asdict()
+            self._stepped[key] = self._step(kind, made, **facts)
+        return self._stepped[key]
+
+    def _step(self, kind: type[Step], *args: Any, **facts: Any) -> fx.Node:
         name = f"step_{len(self.root)}"
         self.root[name] = kind(self.group, **facts)
         return self.graph.call_module(name, args)
@@ -227,18 +175,45 @@ class GraphPart:
         """Writes an operation whose result is a part of a sum; a bias is added once, after the sum."""
         name, bias = name_of(node), None
         target: Any = node.target
+        if name == "embedding":
+            return self._summed(node, self._rows(node, args))
         if name == "addmm":
-            bias, target, args = self._bias(node.args[0]), torch.ops.aten.mm.default, args[1:3]
-        elif (used := argument(node, "bias")) is not None:
-            bias = self._bias(used)
+            bias, target, args = node.args[0], torch.ops.aten.mm.default, args[1:3]
+        elif (bias := argument(node, "bias")) is not None:
             kwargs.pop("bias", None)
             args = [None if n == 2 else arg for n, arg in enumerate(args)]
-        total = self._step(SumForward, self.graph.call_function(target, tuple(args), kwargs))
-        return total if bias is None else self._biased(node, total, bias)
+        total = self._summed(node, self.graph.call_function(target, tuple(args), kwargs))
+        if bias is None:
+            return total
+        assert isinstance(bias, fx.Node)
+        is_part = self.division.sequence is not None and node in self.division.sequence.splits
+        has_parts = is_part and bias.meta["val"].requires_grad
+        return self._biased(node, total, self._once(SumBackward, bias) if has_parts else self.made[bias])
 
-    def _bias(self, used: Any) -> fx.Node:
-        assert isinstance(used, fx.Node)
-        return self.made[used]
+    def _summed(self, node: fx.Node, parts: fx.Node) -> fx.Node:
+        """Returns the sum over the ranks, or this rank's part of it if the sequence is divided after it."""
+        sequence = self.division.sequence
+        if sequence is None or node not in sequence.splits:
+            return self._step(SumForward, parts)
+        return self._step(ScatterSum, parts, **sequence.splits[node]._asdict())
+
+    def _rows(self, node: fx.Node, args: list[Any]) -> fx.Node:
+        """Writes an embedding of which this rank has some rows; those of other ranks are zeros."""
+        length, padding = shape_of(argument(node, "weight"))[0], argument(node, "padding_idx", -1)
+        return self._step(VocabularyRows, args[0], args[1], length=length, padding=padding)
+
+    def _loss(self, node: fx.Node, region: Region, args: Any, kwargs: Any) -> fx.Node:
+        """Writes a cross-entropy of which this rank has some classes, or some tokens."""
+        names = ("weight", "reduction", "ignore_index", "label_smoothing")
+        defaults = (None, 1, -100, 0.0)
+        facts = {name: argument(node, name, default) for name, default in zip(names, defaults, strict=True)}
+        weight = facts.pop("weight")
+        if region is not self.division.sequence:
+            return self._step(VocabularyLoss, args[0], args[1], **facts)
+        if node not in region.sums:
+            return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        given = (self.made[argument(node, "target")], None if weight is None else self.made[weight])
+        return self._step(SummedLoss, args[0], args[1], *given, **facts)
 
     def _random(self, node: fx.Node, region: Region | None, args: Any, kwargs: Any) -> fx.Node | None:
         """Returns the step for a dropout, whose mask is the whole tensor's, or None for other operations."""
@@ -248,12 +223,15 @@ class GraphPart:
             if not argument(node, "train") or not p:
                 return self.made[node.args[0]] if region is None else args[0]  # type: ignore[index]
             return self._step(Dropout, args[0], shape=shape_of(node), p=p, split=split, draws=self.draws)
-        p = argument(node, "dropout_p", 0.0) if name_of(node) == "scaled_dot_product_attention" else 0.0
-        if not p:
+        if name_of(node) != "scaled_dot_product_attention":
+            return None
+        p, is_divided = argument(node, "dropout_p", 0.0), region is not None and region is self.division.sequence
+        if not p and not is_divided:
             return None
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
         given = (*args[:3], mask, bool(argument(node, "is_causal", False)), argument(node, "scale"))
-        return self._step(MaskedAttention, *given, shape=shape_of(node), p=p, split=split, draws=self.draws)
+        kind = SequenceAttention if is_divided else MaskedAttention
+        return self._step(kind, *given, shape=shape_of(node), p=p, split=split, draws=self.draws)
 
     def _adapted(
         self, node: fx.Node, region: Region, args: list[Any], kwargs: dict[str, Any]
@@ -275,7 +253,7 @@ class GraphPart:
         if name in SPLITS and name != "unbind":
             return self._adapted_parts(node, region, args), kwargs
         source = node.args[0] if node.args else None
-        divided = region.splits.get(source) if isinstance(source, fx.Node) else None
+        divided = self._split_for(node, source, region) if isinstance(source, fx.Node) else None
         if name == "slice" and divided is not None:
             dim, start, end = bounds_of(node)
             if dim == divided.dim:
@@ -289,10 +267,18 @@ class GraphPart:
             args, kwargs = _with(node, args, kwargs, "enable_gqa", False)
         return tuple(args), kwargs
 
+    def _split_for(self, node: fx.Node, source: fx.Node, region: Region) -> Split | None:
+        """Returns how an operand is divided when an operation of a region reads it."""
+        sequence = self.division.sequence
+        if (split := region.splits.get(source)) is None and sequence is not None and region is sequence:
+            return sequence.part_for(node, source)
+        return split
+
     def _adapted_parts(self, node: fx.Node, region: Region, args: list[Any]) -> tuple[Any, ...]:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        divided, dim = region.splits[source], (argument(node, "dim", 0) or 0) % len(shape_of(source))
+        divided, dim = self._split_for(node, source, region), (argument(node, "dim", 0) or 0) % len(shape_of(source))
+        assert divided is not None
         if divided.dim != dim or name_of(node).endswith("chunk"):
             return tuple(args)
         sizes = args[1]

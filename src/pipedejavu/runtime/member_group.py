@@ -20,11 +20,11 @@ class MemberGroup:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of the members, which have one shape."""
-        return self._exchanged([tensor] * self.size)
+        return self.swap([tensor] * self.size)
 
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> Tensor:
         """Takes a tensor for each member, all of one shape; returns the sum of those for this one."""
-        return torch.stack(self._exchanged(tensors)).sum(0)
+        return torch.stack(self.swap(tensors)).sum(0)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum of the members' tensors."""
@@ -38,8 +38,8 @@ class MemberGroup:
                 table[member] = count
         return self.group.all_to_all(rows, *tables)
 
-    def _exchanged(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Sends a tensor to each member; returns what the members sent to this one."""
+    def swap(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sends a tensor to each member, all of one shape; returns what the members sent to this one."""
         rows = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
         counts = self._counts(tensors[0].numel())
         received = self.group.all_to_all(rows, counts, counts)

@@ -32,6 +32,11 @@ class ProcessTensorGroup:
         dist.reduce_scatter(total, [tensor.detach().contiguous() for tensor in tensors], group=self.group)
         return total
 
+    def swap(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sends a tensor to each rank, all of one shape; returns those that the ranks sent to this one."""
+        rows = torch.stack([tensor.detach() for tensor in tensors])
+        return [*self.all_to_all(rows, (1,) * self.size, (1,) * self.size)]
+
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Sends the first `sent[0]` rows to rank 0, the next to rank 1, …; returns the received rows in rank order."""
         result = rows.new_empty((sum(received), *rows.shape[1:]))
@@ -76,6 +81,10 @@ class ThreadTensorGroup:
     def reduce_scatter(self, tensors: Sequence[Tensor]) -> Tensor:
         """Takes a tensor for each rank, all of one shape; returns the sum of those for this rank."""
         return torch.stack([brought[self.rank] for brought in self._meet(tensors)]).sum(0)
+
+    def swap(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Sends a tensor to each rank, all of one shape; returns those that the ranks sent to this one."""
+        return [brought[self.rank] for brought in self._meet(tensors)]
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:  # noqa: ARG002
         """Sends the first `sent[0]` rows to rank 0, the next to rank 1, …; returns the received rows in rank order."""

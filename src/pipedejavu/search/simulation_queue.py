@@ -12,7 +12,7 @@ from pipedejavu.search.memory_repair import repaired
 from pipedejavu.search.neighbour import neighbours
 from pipedejavu.search.plan_pool import SLACK, Pool, PooledPlan
 from pipedejavu.search.plan_writer import other_orders, stashed, write
-from pipedejavu.search.ranking import NEAR, Timed, admit, faster_form, price_of, time_plan
+from pipedejavu.search.ranking import NEAR, ZERO_NEAR, Timed, admit, faster_form, price_of, time_plan
 from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.search_result import RankedPlan
 
@@ -165,11 +165,18 @@ class SimulationQueue:
 
 
 def in_order(candidates: list[RankedPlan], options: SearchOptions) -> list[RankedPlan]:
-    """Returns the plans by time, but of plans within `NEAR` of the fastest the simplest first."""
-    left = sorted(candidates, key=lambda c: (value_of(c, options), c.fullest_share))
+    """Returns the plans by time, but of plans within `NEAR` of the fastest the simplest first.
+
+    Plans that divide state over replicas count as `ZERO_NEAR` slower than they are.
+    """
+
+    def handicapped(plan: RankedPlan) -> float:
+        return value_of(plan, options) * (ZERO_NEAR if plan.plan.keep.kind.startswith("zero") else 1.0)
+
+    left = sorted(candidates, key=lambda c: (handicapped(c), c.fullest_share))
     ordered = []
     while left:
-        near = [n for n, c in enumerate(left) if value_of(c, options) <= NEAR * value_of(left[0], options)]
+        near = [n for n, c in enumerate(left) if handicapped(c) <= NEAR * handicapped(left[0])]
         ordered.append(left.pop(min(near, key=lambda n: (effort(left[n]), n))))
     return ordered
 

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 from pipedejavu.analysis import Graph
 from pipedejavu.analysis.size import Sizes
-from pipedejavu.facts import Cost, Device, Route, UnitTime, joint_spread
+from pipedejavu.facts import TRAFFIC, Cost, Device, Route, UnitTime, joint_spread
 from pipedejavu.program import Action, ActionKind, GroupRole, Program, UpdatePlace, ValueKind
 from pipedejavu.program.action import COMPUTE_KINDS, GRADIENT_KINDS, RECV
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.program import shard_group
-from pipedejavu.program.tp_group import NUM_ALL_REDUCES
+from pipedejavu.simulate.correction_cost import added_updates
+from pipedejavu.simulate.unit_traffic import unit_collectives
 
 
 class ActionWork(NamedTuple):
@@ -30,6 +31,8 @@ class ActionWork(NamedTuple):
     """Time for the host to issue the operation to a GPU."""
     waits: bool = False
     """Whether the host waits for the GPU's earlier work before it issues the operation."""
+    core_share: float = 0.0
+    """Share of a core that a transfer takes from the compute of its workers, which leave no core to it."""
 
 
 NOTHING = ActionWork(0.0, 0.0)
@@ -151,10 +154,12 @@ class ActionCosts:
         if self.plan.feed.budgets:
             time *= self.plan.feed.budgets[a.replica]
         time = time / self.plan.tensor_shards + self._sums(a, samples)
+        if more := added_updates(self.program, a):
+            time += more * sum(t.update_s for t in times)
         return ActionWork(0.0, time, issue_s=issue)
 
     def _sums(self, a: Action, samples: float) -> float:
-        """Returns the time of the sums inside a piece's divided operators: two of a unit's output per pass."""
+        """Returns the time of the collectives inside a piece's divided units."""
         if self.plan.tensor_shards == 1 or a.kind == ActionKind.WEIGHT_BACKWARD:
             return 0.0
         group = self.program.groups.get(shard_group(self.program.pieces[a.piece].stage, a.replica))
@@ -162,9 +167,13 @@ class ActionCosts:
         if group is None or not routes:
             return 0.0
         latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
-        rounds, volume = TRAFFIC["all-reduce"](len(group.workers))
-        sizes = [self.program.profile.units[u].boundary_bytes * samples for u in self.program.pieces[a.piece].units]
-        return math.fsum(NUM_ALL_REDUCES * (rounds * latency + volume * size / rate) for size in sizes)
+        units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
+        is_backward = a.kind in (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
+        times = []
+        for name, size in (row for u in units for row in unit_collectives(self.plan, u, samples, is_backward)):
+            rounds, volume = TRAFFIC[name](len(group.workers))
+            times.append(rounds * latency + volume * size / rate)
+        return math.fsum(times)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
         """Whether a worker loads samples only for their targets: it has the last piece but not the first."""
@@ -179,6 +188,7 @@ class ActionCosts:
         shares = [self.sizes.held_share(unit) for unit in units]
         times = self._times(a, device.kind)
         time = sum(t.update_s * share for t, share in zip(times, shares, strict=True)) / parts
+        time *= 1 + added_updates(self.program, a)
         if device.type == trainer.type:
             return ActionWork(0.0, time)
         users = sum(self.machine.cpu_of(self._device(w)).name == device.name for w in self._copies(worker))
@@ -204,11 +214,19 @@ class ActionCosts:
         ends = [(self.machine.cpu_of(device).name, device.name) for device in devices]
         routes = [self.machine.route(h, d) if a.kind == ActionKind.FETCH else self.machine.route(d, h) for h, d in ends]
         work = _transfer(routes, self.sizes.moved(a))
+        if a.what == ValueKind.BATCH:
+            return self._with_loading(work, a, devices[0])
         measured = [t.copy_s.get(f"{a.kind}:{a.what}") for t in self._times(a, devices[0].kind)]
         known = [time for time in measured if time is not None]
         if len(known) < len(measured):
             return work
         return work._replace(latency_s=0.0, time_s=sum(known) * max(work.loads, default=1))
+
+    def _with_loading(self, copy: ActionWork, a: Action, device: Device) -> ActionWork:
+        """Returns the work of the two stages that bring samples: while one batch is copied, the host makes the next."""
+        loading = self.program.profile.batch.get(self.machine.cpu_of(device).kind)
+        loading_s = loading.at(self.sizes.samples(a.microbatch)) if loading else 0.0
+        return copy._replace(time_s=max(copy.time_s, loading_s))
 
     def _copies(self, worker: int) -> range:
         """Returns the workers that a worker of a folded program stands for."""
@@ -223,48 +241,69 @@ class ActionCosts:
         routes = self._ring(group.workers)
         if not routes:
             return NOTHING
-        if a.kind == ActionKind.REDUCE:
-            latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
-        else:
-            latency, rate = max(r.latency_s for r in routes), min(r.bytes_per_s for r in routes)
         rings = [routes]
         if max(group.workers) < len(self.program.workers):  # a group within one copy: every copy has its own ring
             rings = [self._ring(ws) for ws in zip(*map(self._copies, group.workers), strict=True)]
         hops = Counter(wire for ring in rings for r in ring for wire in r.wires)
         wires = tuple(sorted({w for r in routes for w in r.wires}))
         loads = tuple(hops[wire] for wire in wires)
-        rounds, volume = self._traffic(a, n, len(group.helpers))
-        return ActionWork(rounds * latency, volume * size * max(loads, default=1) / rate, wires, loads)
+        if group.helpers and a.kind == ActionKind.REDUCE:
+            latency_s, byte_s = _ring_line(a, routes)
+            # Gradients are divided so that every network interface carries the same load.
+            helpers = len(group.helpers)
+            latency_s, time_s = 2 * latency_s, 2 * n * (n - 1) / (n * n + helpers * n - 2 * helpers) * size * byte_s
+            share = 0.0
+        else:
+            latency_s, time_s, share = self._add_times(a, group.workers, routes, size)
+        return ActionWork(latency_s, time_s * max(loads, default=1), wires, loads, core_share=share)
+
+    def _add_times(
+        self, a: Action, workers: tuple[int, ...], routes: list[Route], size: float
+    ) -> tuple[float, float, float]:
+        """Returns latency and time of an action's collectives over a ring of routes, and the share of a core they take.
+
+        Collectives that were not measured take the rounds and the traffic of a ring.
+        """
+        n, latency_s, time_s, core_s = len(workers), 0.0, 0.0, 0.0
+        for kind in self._collectives(a):
+            known = [route.collective(kind, n) for route in routes]
+            if None not in known:
+                times = [(time.latency_s, size / time.bytes_per_s, time.core_share) for time in known if time]
+                added_s, bytes_s, share = max(times, key=lambda parts: parts[0] + parts[1])
+                core_s += share * bytes_s
+            else:
+                (rounds, volume), (round_s, byte_s) = TRAFFIC[kind](n), _ring_line(a, routes)
+                added_s, bytes_s = rounds * round_s, volume * size * byte_s
+            latency_s, time_s = latency_s + added_s, time_s + bytes_s
+        share = core_s / time_s if time_s else 0.0
+        devices = [self._device(w) for w in workers]
+        if not share or all(self.machine.leaves_core(device, self.program.devices) for device in devices):
+            return latency_s, time_s, 0.0
+        return 0.0, latency_s + time_s, share  # to start a collective takes the core, too
 
     def _ring(self, workers: tuple[int, ...]) -> list[Route]:
         """Returns the routes around a ring of workers, without those within one device."""
         ring = [self.program.devices[w] for w in workers]
         return [self.machine.route(s, t) for s, t in zip(ring, ring[1:] + ring[:1], strict=True) if s != t]
 
-    def _traffic(self, a: Action, n: int, helpers: int) -> tuple[float, float]:
-        """Returns the rounds of a collective over n workers, and each worker's traffic as a multiple of the value."""
+    def _collectives(self, a: Action) -> list[str]:
+        """Returns the kinds of the collectives that an action consists of."""
         if a.what in (ValueKind.ACTIVATION, ValueKind.GRADIENT):
             rows = [COLLECTIVES[layout] for layout in self.plan.cut.layouts]
             column = (0 if a.kind == ActionKind.GATHER else 1) + (2 if a.what == ValueKind.GRADIENT else 0)
-            parts = [TRAFFIC[row[column]](n) for row in rows if row[column]]
-            return sum(p[0] for p in parts), sum(p[1] for p in parts)
+            return [row[column] for row in rows if row[column]]
         if a.kind == ActionKind.GATHER:
-            return TRAFFIC["all-gather"](n)
-        if helpers:
-            # Gradients are divided so that every network interface carries the same load.
-            return 2.0, 2 * n * (n - 1) / (n * n + helpers * n - 2 * helpers)
+            return ["all-gather"]
         is_over_stage = self.program.groups[a.group].role is GroupRole.STAGE
         divides = is_over_stage and self.plan.zero_of(self.program.pieces[a.piece].stage) > 0
-        return TRAFFIC["reduce-scatter" if divides else "all-reduce"](n)
+        return ["reduce-scatter" if divides else "all-reduce"]
 
 
-TRAFFIC = {
-    "all-reduce": lambda n: (2.0 * (n - 1), 2.0 * (n - 1) / n),
-    "reduce-scatter": lambda n: (n - 1.0, (n - 1) / n),
-    "all-gather": lambda n: (n - 1.0, (n - 1) / n),
-    "all-to-all": lambda n: (n - 1.0, (n - 1) / n),
-}
-"""Rounds and traffic of ring algorithms over n workers."""
+def _ring_line(a: Action, routes: list[Route]) -> tuple[float, float]:
+    """Returns the time of a round of a ring, and of each byte that it carries."""
+    if a.kind == ActionKind.REDUCE:
+        return max(r.sum_latency_s for r in routes), 1 / min(r.sum_bytes_per_s for r in routes)
+    return max(r.latency_s for r in routes), 1 / min(r.bytes_per_s for r in routes)
 
 
 def _input_half(time: UnitTime, samples: float) -> Cost:

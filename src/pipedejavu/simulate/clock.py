@@ -21,7 +21,7 @@ def run_clock(graph: Graph, works: Sequence[ActionWork]) -> Times:
     """Returns start and end of each operation, by `sweep` if nothing is contended."""
     program = graph.program
     shared, overlap = shared_wires(program, graph, works), program.machine.overlap
-    contended = shared or overlap.compute > 1 or overlap.transfer > 1
+    contended = shared or overlap.compute > 1 or overlap.transfer > 1 or any(work.core_share for work in works)
     if contended or any(w.picks_ready for w in program.workers):
         return run_events(graph, works, shared, overlap)
     return sweep(graph, [w.latency_s + w.time_s for w in works], HostIssue.of(graph, works))
@@ -121,7 +121,7 @@ class _Events:
         loads = {work: dict(zip(work.wires, work.loads, strict=True)) for work in wires}
         self.wires, self.loads = [wires[work] for work in works], [loads[work] for work in works]
         self.on_wire: dict[str, set[int]] = {wire: set() for wire in shared}
-        self.slows = overlap.compute > 1 or overlap.transfer > 1
+        self.slows = overlap.compute > 1 or overlap.transfer > 1 or any(work.core_share for work in works)
         self.computing: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.moving: dict[int, set[int]] = {w: set() for w in range(len(graph.program.workers))}
         self.queues = _ReadyQueues(graph)
@@ -250,8 +250,15 @@ class _Events:
             else:
                 others = self.computing
             if any(others[worker] for worker in self.workers(op)):
-                rate /= factor
+                rate /= max(factor, self.core_demand(op))
         return rate
+
+    def core_demand(self, op: int) -> float:
+        """Returns how many cores the compute and transfers of a worker of an operation would keep busy; it has one."""
+        if not self.computes(op) and not self.works[op].core_share:
+            return 1.0
+        shares = (sum(self.works[other].core_share for other in self.moving[w]) for w in self.workers(op))
+        return 1.0 + max(shares)
 
 
 _FINISH, _JOIN = 0, 1

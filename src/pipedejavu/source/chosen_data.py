@@ -12,6 +12,7 @@ def data_choice(options: TrainOptions) -> DataChoice:
         context=options.context,
         columns=options.columns,
         packing=options.packing,
+        fanout=options.fanout,
         held_out=options.eval,
         evaluation=options.eval_data,
         part="train" if options.eval else "all",

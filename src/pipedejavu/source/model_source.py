@@ -16,6 +16,7 @@ from torch.utils.data import default_collate
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.data.data_source import open_choice, open_held_out, take_part
 from pipedejavu.facts import InputError, nearest
+from pipedejavu.graph_data import parse_fanouts
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.source.hf_model import build_hf_model, check_data
 from pipedejavu.source.hub import check_source
@@ -24,7 +25,7 @@ from pipedejavu.source.loss_reduction import NUM_SAMPLES, find_reduction, own_lo
 from pipedejavu.source.rng import seed_all
 from pipedejavu.source.trained_part import TrainedPart, freeze_rest
 from pipedejavu.source.user_batch import UserBatch, inputs_and_targets
-from pipedejavu.zoo import Dataset, Task, build, default_data, form_of, separates_documents
+from pipedejavu.zoo import Dataset, Task, build, default_data, form_of, is_graph_model, separates_documents
 
 
 def open_task(
@@ -44,6 +45,8 @@ def open_task(
     """
     choice = data if isinstance(data, DataChoice) else DataChoice(name=data)
     choice = choice if context is None else choice.replace(context=context)
+    if choice.fanout is not None and not is_graph_model(model):
+        raise InputError(f"--fanout is for graph networks such as zoo:sage, and '{model}' is none; leave it out")
     if model.startswith("hf:"):
         name = model.removeprefix("hf:")
         task = build_hf_model(name, seed=seed, choice=choice, weights=weights, device=device)
@@ -85,7 +88,9 @@ def _open(model: str, seed: int, choice: DataChoice, device: str | None) -> Task
             task = _task(model, _load(path, function)())
         rest = take_part(task.data, choice.replace(part="eval"), seed) if choice.held_out else None
         return replace(task, data=take_part(task.data, choice, seed), held_out=rest)
-    size = {} if choice.context is None else {"context": choice.context}
+    size: dict[str, object] = {} if choice.context is None else {"context": choice.context}
+    if choice.fanout is not None:
+        size["fanouts"] = parse_fanouts(choice.fanout)
     form, default = form_of(model, **size), default_data(model)
     separates = partial(separates_documents, model)
     dataset = open_choice(choice, form, default=default, seed=seed, separates=separates)

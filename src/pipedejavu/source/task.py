@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from pipedejavu.engine import AdamW, Batches, Byzantine, Job, Optimizer, Sgd
+from pipedejavu.engine import AdamW, Byzantine, Job, Optimizer, Sgd
 from pipedejavu.facts import InputError
 from pipedejavu.facts.start_phase import START
 from pipedejavu.profile import ModelCut, cut_model
 from pipedejavu.profile.unit_graph import unit_graphs
-from pipedejavu.program import ActionKind, Program, ValueKind
+from pipedejavu.program import ActionKind, Program
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.model_source import open_task
@@ -20,6 +20,7 @@ from pipedejavu.source.precision import check_parameters
 from pipedejavu.source.rate_schedule import rate_schedule
 from pipedejavu.source.trained_part import trained_part
 from pipedejavu.zoo import Dataset, Task, order
+from pipedejavu.zoo.dataset import SampledDataset
 
 MOST_KEPT = 64
 """Default number of microbatches whose samples are cached."""
@@ -113,7 +114,7 @@ class SampleOrder:
 
     def keep(self, count: int) -> None:
         """Sets the number of microbatches whose samples are cached."""
-        self._batch = lru_cache(maxsize=count)(self._make)
+        self._cached = lru_cache(maxsize=count)(self._make)
 
     def start(self, update: int, samples: int) -> None:
         """Sets the first sample of an update; earlier samples were trained on before, possibly under another plan."""
@@ -130,6 +131,15 @@ class SampleOrder:
             for size in set(sizes):
                 self.first(size)
         self._changes.append((update, tuple(sizes)))
+
+    @property
+    def num_changes(self) -> int:
+        """How often the sizes have changed."""
+        return len(self._changes) - 1
+
+    def _batch(self, microbatch: int) -> tuple[Any, Any]:
+        """Returns a microbatch; one that was made ahead under other sizes is made again."""
+        return self._cached(microbatch, len(self._changes))
 
     def first(self, count: int) -> tuple[Any, Any]:
         """Returns the first samples of the data as (inputs of the first unit, targets)."""
@@ -170,8 +180,9 @@ class SampleOrder:
         start = self.samples(update) + sum(sizes[:index])
         return range(start, start + sizes[index])
 
-    def _make(self, microbatch: int) -> tuple[Any, Any]:
-        inputs, targets = draw(self.task.data, self.seed, self.numbers(microbatch))
+    def _make(self, microbatch: int, _num_changes: int) -> tuple[Any, Any]:
+        step = microbatch // len(self._changes[0][1])
+        inputs, targets = draw(self.task.data, self.seed, self.numbers(microbatch), step)
         if self.task.count is not len:
             self._counts[microbatch] = self.task.count(targets)
             if len(self._counts) > _MOST_COUNTS:
@@ -185,9 +196,9 @@ def num_kept(program: Program, worker: int) -> int:
     The first piece reads inputs, the last piece targets, and both read them again when they recompute.
     """
     schedule = program.workers[worker]
-    loads = (a.kind == ActionKind.FETCH and a.what == ValueKind.BATCH for a in schedule.actions)
-    if schedule.picks_ready or any(loads):  # order unknown
+    if schedule.picks_ready:  # order unknown
         return MOST_KEPT
+    ahead = program.plan.order.prefetch if program.plan.prefetches_data else 0
     ends = {piece for piece in range(len(program.pieces)) if not program.inputs[piece] or not program.outputs[piece]}
     reading = (ActionKind.FORWARD, ActionKind.RECOMPUTE)
     reads = [a.microbatch for a in schedule.actions if a.kind in reading and a.piece in ends]
@@ -196,17 +207,21 @@ def num_kept(program: Program, worker: int) -> int:
         if microbatch in last:
             most = max(most, len({*reads[last[microbatch] : position]}))
         last[microbatch] = position
-    return min(MOST_KEPT, most)
+    return min(MOST_KEPT, most + 2 * ahead)
 
 
-def draw(data: Dataset, seed: int, samples: range) -> tuple[Any, Any]:
-    """Returns samples of a run by number; each epoch has its own random order."""
+def draw(data: Dataset, seed: int, samples: range, step: int = 0) -> tuple[Any, Any]:
+    """Returns samples of a run by number; each epoch has its own random order, and some data draws anew in each step.
+
+    The step counts the updates of all epochs, so that it fixes the epoch too.
+    """
     numbers = torch.tensor(samples)
     epochs = torch.div(numbers, len(data), rounding_mode="floor")
     parts = [
         _order(seed, epoch, len(data))[numbers[epochs == epoch] % len(data)] for epoch in sorted({*epochs.tolist()})
     ]
-    return data.batch(torch.cat(parts))
+    indices = torch.cat(parts)
+    return data.drawn(indices, step) if isinstance(data, SampledDataset) else data.batch(indices)
 
 
 @lru_cache(maxsize=4)
@@ -220,7 +235,7 @@ class SteadyBatches:
     Workers exchange the form of a value only once, and the forecast holds for one form.
     """
 
-    def __init__(self, batches: Batches):
+    def __init__(self, batches: SampleOrder):
         self.batches = batches
         self.forms: dict[str, str] = {}
 
@@ -239,6 +254,11 @@ class SteadyBatches:
     def count(self, microbatch: int) -> int:
         """Returns the number of samples or tokens that count."""
         return self.batches.count(microbatch)
+
+    @property
+    def num_changes(self) -> int:
+        """How often the sizes of later microbatches have changed."""
+        return self.batches.num_changes
 
     def _checked(self, what: str, microbatch: int, value: Any) -> Any:
         form = describe_form(value)

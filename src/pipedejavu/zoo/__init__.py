@@ -10,7 +10,15 @@ from pipedejavu.zoo.gpt_shape import SHAPES
 if TYPE_CHECKING:
     from pipedejavu.zoo.chain import Chain, Flow
     from pipedejavu.zoo.data import DATA_NAMES, Dataset, open_data, order
-    from pipedejavu.zoo.zoo_task import MODEL_NAMES, Task, build, default_data, form_of, separates_documents
+    from pipedejavu.zoo.zoo_task import (
+        MODEL_NAMES,
+        Task,
+        build,
+        default_data,
+        form_of,
+        is_graph_model,
+        separates_documents,
+    )
 
 __all__ = [
     "DATA_NAMES",
@@ -24,6 +32,7 @@ __all__ = [
     "default_data",
     "estimate_profile",
     "form_of",
+    "is_graph_model",
     "open_data",
     "order",
     "separates_documents",
@@ -32,7 +41,9 @@ __all__ = [
 _WITH_TORCH = {
     **dict.fromkeys(("Chain", "Flow"), "chain"),
     **dict.fromkeys(("DATA_NAMES", "Dataset", "open_data", "order"), "data"),
-    **dict.fromkeys(("MODEL_NAMES", "Task", "build", "default_data", "form_of", "separates_documents"), "zoo_task"),
+    **dict.fromkeys(
+        ("MODEL_NAMES", "Task", "build", "default_data", "form_of", "is_graph_model", "separates_documents"), "zoo_task"
+    ),
 }
 
 

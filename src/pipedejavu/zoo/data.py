@@ -8,8 +8,11 @@ import re
 from pathlib import Path
 
 from pipedejavu.facts import InputError, nearest
+from pipedejavu.graph_data import graph_cache
+from pipedejavu.graph_data.csr_graph import ARRAYS, MANIFEST
 from pipedejavu.zoo.dataset import Dataset, order
-from pipedejavu.zoo.form import Form, ImageForm, TokenForm
+from pipedejavu.zoo.form import Form, GraphForm, ImageForm, TokenForm
+from pipedejavu.zoo.graph_sample import open_graph_data
 from pipedejavu.zoo.image import Split, cifar10_files, mnist_files, read_cifar10, read_digits, read_mnist
 from pipedejavu.zoo.noise import RandomImages, RandomTokens
 from pipedejavu.zoo.sequence import Sequences
@@ -18,9 +21,14 @@ from pipedejavu.zoo.text import Text, read_stdlib
 __all__ = ["DATA_NAMES", "Dataset", "open_data", "order"]
 
 _IMAGES = ("digits", "mnist", "cifar10")
-DATA_NAMES = (*_IMAGES, "stdlib", "random")
+DATA_NAMES = (*_IMAGES, "stdlib", "random", "graph")
 
-_DETAILS = {"mnist": "a folder", "cifar10": "a folder", "random": "a number of samples"}
+_DETAILS = {
+    "mnist": "a folder",
+    "cifar10": "a folder",
+    "random": "a number of samples",
+    "graph": "power:EDGES, stdlib or a folder",
+}
 """What may follow a colon."""
 
 _NUM_RANDOM = 10_000
@@ -38,6 +46,8 @@ def open_data(name: str, form: Form | None = None, *, seed: int = 0, split: Spli
         raise InputError(f"data '{kind}' takes nothing after a colon, found '{name}'; leave it out")
     if colon and not detail:
         raise InputError(f"'{name}' ends with its colon; add {_DETAILS[kind]} or leave the colon out")
+    if isinstance(form, GraphForm) or kind == "graph":
+        return _graph(name, form, seed, split)
     if kind == "random":
         return _random(form or ImageForm(), _size(detail), seed, split)
     if kind == "stdlib":
@@ -53,6 +63,18 @@ def open_data(name: str, form: Form | None = None, *, seed: int = 0, split: Spli
     return read_digits(split, form)
 
 
+def _graph(name: str, form: Form | None, seed: int, split: Split) -> Dataset:
+    kind, _, detail = name.partition(":")
+    form = form or GraphForm()
+    if not isinstance(form, GraphForm) or kind != "graph":
+        wanted = "a graph" if isinstance(form, GraphForm) else "images" if isinstance(form, ImageForm) else "tokens"
+        raise InputError(
+            f"the model reads {wanted}, and data '{name}' has none; graph networks, such as zoo:sage, take"
+            " graph:power:EDGES, graph:stdlib or graph:FOLDER"
+        )
+    return open_graph_data(detail, form, graph_cache(), seed=seed, split=split)
+
+
 def data_files(name: str) -> list[Path]:
     """Returns the files of the training split, or an empty list for data without files."""
     kind, _, detail = name.partition(":")
@@ -62,16 +84,18 @@ def data_files(name: str) -> list[Path]:
             return [*mnist_files(folder, "train")]
         case "cifar10":
             return cifar10_files(folder, "train")
+        case "graph" if (folder / MANIFEST).is_file():
+            return [folder / f"{name}.npy" for name in ARRAYS if name != "features"]  # which take long to hash
     return []
 
 
-def _random(form: Form, size: int, seed: int, split: Split) -> Dataset:
+def _random(form: ImageForm | TokenForm, size: int, seed: int, split: Split) -> Dataset:
     if isinstance(form, ImageForm):
         return RandomImages(form, size, seed, is_test=split == "test")
     return Sequences(RandomTokens(form, size, seed, is_test=split == "test"), form, seed)
 
 
-def _stdlib(form: Form, seed: int, split: Split) -> Dataset:
+def _stdlib(form: ImageForm | TokenForm, seed: int, split: Split) -> Dataset:
     if isinstance(form, ImageForm):
         raise InputError(f"data 'stdlib' has tokens, but the model reads images; use {', '.join(_IMAGES)} or random")
     if form.num_plain < _NUM_BYTES:

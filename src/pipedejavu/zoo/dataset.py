@@ -5,7 +5,7 @@ takes which samples.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ class Dataset(Protocol):
 
     def batch(self, indices: Indices) -> tuple[Any, Any]:
         """Returns the inputs and targets of these samples, in this order, on the CPU."""
+        ...
+
+
+@runtime_checkable
+class SampledDataset(Dataset, Protocol):
+    """Samples that are drawn anew in each step, such as nodes with sampled neighbours."""
+
+    def drawn(self, indices: Indices, step: int) -> tuple[Any, Any]:
+        """Returns what `batch` returns, as a pure function of the indices and the step."""
         ...
 
 

@@ -38,4 +38,22 @@ class TokenForm(Record):
         return self.vocabulary - 1
 
 
-Form = ImageForm | TokenForm
+Aggregation = Literal["mean", "symmetric", "none"]
+"""How the first layer of a graph network combines neighbours: by their mean, a sum with symmetric weights, or by
+weights of its own."""
+
+
+class GraphForm(Record):
+    """Nodes of a graph with sampled neighbours, each with a class."""
+
+    fanouts: tuple[int, ...] = (10, 5)
+    """Neighbours that are sampled per node, the first for the targets; -1 for all."""
+    aggregation: Aggregation = "mean"
+    aggregates_on_host: bool = True
+    """Whether the data does the first aggregation, which reads no weights; else it gathers each node's features."""
+    features: Count | None = None
+    """Features of a node; by default those of the data."""
+    classes: Count | None = None
+
+
+Form = ImageForm | TokenForm | GraphForm

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pipedejavu.facts import InputError, nearest
-from pipedejavu.zoo import bert, gpt, moe, resnet, seq2seq, vgg
+from pipedejavu.zoo import bert, gpt, graph_net, moe, resnet, seq2seq, vgg
 from pipedejavu.zoo.chain import Chain
 from pipedejavu.zoo.data import Dataset, open_data
-from pipedejavu.zoo.form import Form, TokenForm
+from pipedejavu.zoo.form import Form, GraphForm, TokenForm
+from pipedejavu.zoo.graph_sample import GraphSamples
 from pipedejavu.zoo.loss import balanced_cross_entropy, count, cross_entropy
 from pipedejavu.zoo.mlp import Mlp, MlpSize
 from pipedejavu.zoo.transformer import TransformerSize
@@ -42,6 +43,7 @@ _MODELS: dict[str, tuple[type[Chain], Any]] = {
     **{name: (bert.Bert, size) for name, size in bert.SIZES.items()},
     **{name: (seq2seq.Seq2seq, size) for name, size in seq2seq.SIZES.items()},
     **{name: (moe.Moe, size) for name, size in moe.SIZES.items()},
+    **{name: (graph_net.GraphNet, size) for name, size in graph_net.SIZES.items()},
 }
 
 MODEL_NAMES = tuple(_MODELS)
@@ -65,12 +67,16 @@ def build(
     has_tokens = isinstance(form, TokenForm)
     loss = partial(balanced_cross_entropy, coefficient=size.balance) if make is moe.Moe else cross_entropy
     made: Any = make
+    if data is None or isinstance(data, str):
+        data = open_data(data or _default_data(form), form, seed=seed)
+    if isinstance(data, GraphSamples):
+        size = size.replace(features=data.features, classes=data.classes)
     return Task(
         name=name,
         model=made(size, seed=seed, device=device),
         loss=loss,
         count=count if has_tokens else len,
-        data=open_data(data or _default_data(form), form, seed=seed) if data is None or isinstance(data, str) else data,
+        data=data,
     )
 
 
@@ -83,6 +89,11 @@ def form_of(name: str, **options: object) -> Form:
 def separates_documents(name: str) -> bool:
     """Whether a model of the zoo attends within each of several documents in a row."""
     return isinstance(size := _sized(name, {})[1], TransformerSize) and size.separates
+
+
+def is_graph_model(name: str) -> bool:
+    """Whether a model is a graph network of the zoo."""
+    return name in graph_net.SIZES
 
 
 def default_data(name: str) -> str:
@@ -100,4 +111,6 @@ def _sized(name: str, options: Mapping[str, object]) -> tuple[type[Chain], Any]:
 
 
 def _default_data(form: Form) -> str:
+    if isinstance(form, GraphForm):
+        return "graph:power:100000"
     return "stdlib" if isinstance(form, TokenForm) else "random"

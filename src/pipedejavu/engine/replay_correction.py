@@ -1,0 +1,84 @@
+"""Corrections of stale weights in a replay: velocities by version, and the weights of forwards and backwards."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pipedejavu.engine.correction import Correction
+from pipedejavu.engine.job import Applied, Read, Reread
+from pipedejavu.engine.optimizer import Optimizer, State, Tensors
+from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.recompute_span import Saved, with_saved
+from pipedejavu.engine.staleness import ReboundWeights, add_to_velocity, compensate, extrapolate
+from pipedejavu.program import Program
+
+
+class ReplayCorrection:
+    """What a plan's correction does to a replay; nothing if it has none."""
+
+    def __init__(self, program: Program, correction: Correction):
+        self.program, self.correction = program, correction
+        self.velocities: dict[tuple[int, int, int], State] = {}
+        """By (piece, replica, version), the velocity of the weights when they had that version."""
+        self.reread: dict[tuple[int, int], Tensors] = {}
+        """By (piece, microbatch), the weights of a backward that reads others than its forward."""
+        self.versions: dict[tuple[int, int], int] = {}
+        """By (piece, microbatch), the version that its forward read."""
+
+    def after_read(self, event: Read, weights: Tensors) -> Tensors:
+        """Returns what a forward computes with, given the version that it read."""
+        self.versions[event.piece, event.microbatch] = event.version
+        if not self.correction.predicts:
+            return weights
+        late = event.microbatch // self.program.update_size - event.version
+        return extrapolate(weights, self._velocity(event.piece, event.replica, event.version), late)
+
+    def after_reread(self, event: Reread, weights: Tensors | None) -> bool:
+        """Notes what a backward computes with; returns False if something that it reads does not exist yet."""
+        piece, replica, microbatch, version = event
+        if weights is None or (piece, microbatch) not in self.versions:
+            return False
+        back = self.versions[piece, microbatch] - version
+        self.reread[piece, microbatch] = extrapolate(weights, self._velocity(piece, replica, version), back)
+        return True
+
+    def _velocity(self, piece: int, replica: int, version: int) -> State:
+        return self.velocities.get((piece, replica, version), {})
+
+    def after_update(self, event: Applied, old: Tensors, new: Tensors) -> None:
+        """Keeps the velocity after an update, on a stage that keeps one."""
+        piece, replica, version, *_ = event
+        if (decay := self.correction.decay(piece)) is None:
+            return
+        before = self._velocity(piece, replica, version - 1)
+        state = {name: {slot: tensor.clone() for slot, tensor in slots.items()} for name, slots in before.items()}
+        add_to_velocity(state, old, new, decay)
+        self.velocities[piece, replica, version] = state
+
+    def compensated(self, summed: Tensors, newest: Tensors, read: Tensors, coefficient: float) -> Tensors:
+        """Returns the gradients that an update applies."""
+        if not self.correction.compensates:
+            return summed
+        return compensate(summed, newest, read, self.program.plan.version.compensation, coefficient)
+
+    def optimizer(self, piece: int, number: int) -> Optimizer:
+        """Returns the optimizer of an update, with the learning rate of its stage."""
+        return self.correction.optimizer(piece, number)
+
+    def has_all(self, microbatch: int) -> bool:
+        """Whether the weights of all backwards of a microbatch are known."""
+        update = microbatch // self.program.update_size
+        pieces = range(len(self.program.pieces))
+        return not self.correction.rebinds or all(
+            self.versions[piece, microbatch] == update or (piece, microbatch) in self.reread for piece in pieces
+        )
+
+    def forward(
+        self, runner: PieceRunner, at: tuple[int, int], leaves: Tensors, value: Any, computed: Callable[..., Any]
+    ) -> tuple[Any, Saved]:
+        """Runs the forward `at` a (piece, microbatch), so that its backward reads what it read in the run."""
+        if (others := self.reread.get(at)) is None:
+            return runner.forward(leaves, value, at[1])
+        with (rebound := ReboundWeights(leaves)):
+            value, saved = runner.forward(rebound.linked(leaves), value, at[1])
+        rebound.bound = {name: computed(name, weight) for name, weight in others.items()}
+        return value, with_saved(saved, rebound=rebound)

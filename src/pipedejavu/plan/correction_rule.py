@@ -1,0 +1,106 @@
+"""Rules for plans that correct what stale weights cost, and the questions that others ask about such plans."""
+
+from pipedejavu.plan.plan import Plan
+from pipedejavu.plan.plan_rule import Rule, ties_cross_stages
+
+_DEFAULT_DECAY = {"weight-prediction": 0.0, "discrepancy": 0.135}
+
+
+def keeps_velocity(plan: Plan) -> bool:
+    """Whether workers keep the smoothed difference of their last versions."""
+    return plan.version.correction in _DEFAULT_DECAY
+
+
+def velocity_decay(plan: Plan, late: int) -> float:
+    """Returns the share of the velocity that is left after one update, on a stage that is `late` updates late.
+
+    `version.decay` is the share that is left after `late` updates.
+    """
+    decay = plan.version.decay
+    if decay is None:
+        decay = _DEFAULT_DECAY.get(plan.version.correction, 0.0)
+    return float(decay ** (1 / late)) if late else 0.0
+
+
+def rate_factor(plan: Plan, late: int, update: int) -> float:
+    """Returns the factor of a learning rate on a stage that is `late` updates late: late^−p, p falling from 1 to 0."""
+    span = plan.version.rate_updates
+    if not span or late < 2:
+        return 1.0
+    return float(late ** -(1 - min(update / span, 1.0)))
+
+
+def _has_correction(plan: Plan) -> bool:
+    return plan.version.correction != "none"
+
+
+def _reads_stash(plan: Plan) -> bool:
+    return plan.version.kind == "stash" and plan.is_flush_free
+
+
+def _compares(plan: Plan) -> bool:
+    """Whether the gradient of an update is of weights that the updater knows, all of one version."""
+    if plan.is_flush_free:
+        return plan.version.kind != "stash" or plan.feed.microbatches == 1
+    return plan.version.kind == "local" and plan.reduce.wire == "server" and plan.reduce.gate == "lock"
+
+
+CORRECTION_RULES = (
+    Rule(
+        lambda plan, _: plan.version.correction in ("weight-prediction", "discrepancy") and not _reads_stash(plan),
+        "correction '{correction}' starts from the newest weights of a stage, which forwards read under version 'stash'"
+        " of order '1f1b-async' only, and the version is '{version}'",
+        "use version 'stash', as preset:pipedream does, or correction 'delay-compensation' or 'none'",
+    ),
+    Rule(
+        lambda plan, _: plan.version.correction == "delay-compensation" and not _compares(plan),
+        "correction 'delay-compensation' needs weights older than the newest, one version for the {m} microbatches of"
+        " an update, and a worker that knows both; version '{version}' with wire '{wire}' and gate '{gate}' does not",
+        "use preset:pipedream, preset:pipedream-2bw or preset:parameter-server with it, or correction 'none'",
+    ),
+    Rule(
+        lambda plan, _: _has_correction(plan) and plan.reduce.gate == "bound",
+        "gate 'bound' adds the waves of other replicas to the weights, which correction '{correction}' would take for a"
+        " worker's own updates",
+        "set version.correction to 'none', or use gate 'barrier'",
+    ),
+    Rule(
+        lambda plan, _: (
+            (_has_correction(plan) or plan.version.rate_updates > 0) and plan.place.stage_replicas is not None
+        ),
+        "the replicas of a stage read different versions for one update, so its delay is no single number",
+        "use place.replicas in place of place.stage_replicas, or correction 'none' and rate_updates 0",
+    ),
+    Rule(
+        lambda plan, _: keeps_velocity(plan) and plan.order.has_recompute,
+        "recomputing reads the weights of the forward, and correction '{correction}' keeps none of them",
+        "switch order.recompute off, or use correction 'none'",
+    ),
+    Rule(
+        lambda plan, _: (
+            plan.version.correction == "discrepancy" and (plan.is_compiled or plan.keep.activations == "host")
+        ),
+        "correction 'discrepancy' puts other weights into what the forward saved, and compiled units and saved tensors"
+        " that move to the host keep theirs",
+        "switch is_compiled off and keep activations on the device, or use correction 'weight-prediction'",
+    ),
+    Rule(
+        lambda plan, _: _has_correction(plan) and plan.precision.is_split,
+        "correction '{correction}' computes with differences of weights, and split masters have theirs in two halves",
+        "set precision.masters to 'fp32'",
+    ),
+    Rule(
+        lambda plan, _: plan.version.rate_updates > 0 and not plan.is_flush_free,
+        "version.rate_updates divides the learning rate by the known delay of a stage, and order '{order}' has none",
+        "leave version.rate_updates out, or use order '1f1b-async'",
+    ),
+    Rule(
+        lambda plan, profile: (
+            (plan.version.rate_updates > 0 or plan.version.correction == "delay-compensation")
+            and plan.is_flush_free
+            and ties_cross_stages(plan, profile)
+        ),
+        "stages that share weights have different delays, and their copies would get different updates",
+        "untie the weights, or use correction 'weight-prediction' or 'discrepancy' without version.rate_updates",
+    ),
+)

@@ -1,0 +1,34 @@
+"""Layouts of operators that a model does not have are refused."""
+
+import pytest
+
+from pipedejavu.facts import FaultsError, Profile, Unit
+from pipedejavu.plan import preset
+from pipedejavu.plan.rule import check_plan, faults_of
+
+
+def profile(*counts: tuple[int | None, int | None]) -> Profile:
+    units = (Unit(name=f"u{n}", num_convolutions=c, num_products=p) for n, (c, p) in enumerate(counts))
+    return Profile(name="mine", units=tuple(units))
+
+
+@pytest.mark.parametrize("layout", ["stationary-x", "stationary-y", "stationary-w"])
+def test_channels_need_a_convolution(layout: str) -> None:
+    plan = preset(layout).at(workers=2)
+    with pytest.raises(FaultsError, match=f"layout '{layout}' divides the filters .* and model 'mine' has no convol"):
+        check_plan(plan, profile((0, 4), (0, 4)))
+    check_plan(plan, profile((0, 4), (1, 0)))
+    check_plan(plan, profile((0, 4), (None, None)))
+
+
+def test_pairs_need_two_layers() -> None:
+    plan = preset("megatron").at(workers=2)
+    with pytest.raises(FaultsError, match="has 1 matrix products and 0 convolutions; use preset:ddp"):
+        check_plan(plan, profile((0, 1), (0, 0)))
+    check_plan(plan, profile((0, 1), (0, 1)))
+    check_plan(plan, profile((2, 0), (0, 0)))
+    check_plan(plan, profile((None, None)))
+
+
+def test_other_plans_need_none() -> None:
+    assert not faults_of(preset("ddp").at(workers=2), profile((0, 0)))

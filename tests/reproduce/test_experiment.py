@@ -1,0 +1,74 @@
+"""The table of experiments: names, packages, and what the cheapest ones find."""
+
+from importlib import import_module
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+from pipedejavu.facts import InputError
+from pipedejavu.reproduce import EXPERIMENTS, Setting, experiment, run_experiment
+from pipedejavu.reproduce.initialisation_study import Candidate, choose
+
+
+def test_every_experiment_has_a_module_that_runs_it():
+    assert len({each.name for each in EXPERIMENTS}) == len(EXPERIMENTS)
+    for each in EXPERIMENTS:
+        assert callable(getattr(import_module(f"pipedejavu.reproduce.{each.module}"), each.function))
+
+
+def test_an_unknown_name_suggests_the_nearest():
+    with pytest.raises(InputError, match=r"there is no experiment 'mlp-sink'; did you mean 'mlp-sync'\?"):
+        experiment("mlp-sink")
+
+
+def test_a_missing_package_is_named():
+    chosen = experiment("mlp-sync")._replace(needs=("a_package_that_is_not_there",))
+    with pytest.raises(InputError, match="experiment 'mlp-sync' needs a_package_that_is_not_there, which is not"):
+        run_experiment(chosen, Setting("quick"))
+
+
+def test_apart_each_network_learns_and_synchronised_it_equals_one_worker_with_the_whole_minibatch(tmp_path):
+    found = run_experiment(experiment("mlp-sync"), Setting("quick", data=tmp_path))
+    losses = {curve.name: [loss for _, loss in curve.points] for curve in found.charts[0].curves}
+    assert all(course[-1] < 0.7 * course[0] for course in losses.values())
+    assert losses["synchronised"] == pytest.approx(losses["CPU alone"], rel=1e-4)
+    assert losses["GPU alone"] != pytest.approx(losses["CPU alone"], rel=1e-2)  # another seed
+    assert any("not MNIST" in note for note in found.notes)
+
+
+def test_ten_passes_stand_beside_the_published_ones():
+    found = run_experiment(experiment("gpt-forward"), Setting("quick"))
+    assert len(found.tables[0].rows) == 10
+    assert [row.published for row in found.compared][:2] == ["2140.0 ms", "1.07"]
+    assert found.time_s > 0
+
+
+def test_predictors_are_judged_on_what_they_have_not_seen():
+    found = run_experiment(experiment("predictors"), Setting("quick"))
+    assert [table.rows[-1][0] for table in found.tables[:2]] == ["all", "all"]
+    assert found.compared[-1].name == "largest error of saved bytes"
+    assert float(found.tables[-1].rows[0][-1]) == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("name", ["bert", "encoder-decoder"])
+def test_a_pipeline_and_replicas_make_the_updates_of_one_worker(name):
+    found = run_experiment(experiment(name), Setting("quick"))
+    assert float(found.compared[2].today) < 1e-4
+    assert {row[0] for row in found.tables[0].rows} == {"one worker", "pipeline of 2", "2 replicas"}
+
+
+def test_splits_of_a_chain_of_cells_run_and_are_simulated():
+    found = run_experiment(experiment("splits"), Setting("quick"))
+    assert len(found.tables[0].rows) == 4
+    assert [row[0] for row in found.tables[1].rows] == ["AmoebaNet-like"]
+
+
+def test_initialisations_are_chosen_by_small_losses_and_large_gradients():
+    made = [Candidate({}, loss, norm) for loss, norm in ((3.0, 1.0), (1.0, 2.0), (2.0, 3.0), (1.5, 2.5))]
+    assert choose(made) is made[1]
+    assert choose(made[::2]) is made[2]
+    found = run_experiment(experiment("initialisations"), Setting("quick"))
+    assert found.conditions[1] == ("cost of the selection", "24 losses and gradients, counted as 24 updates")
+    assert len(found.compared) == 2
