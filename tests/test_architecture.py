@@ -34,6 +34,7 @@ LEVELS = {
     "report": 5,
     "graph_data": 4,
     "zoo": 5,
+    "cluster": 6,
     "data": 6,
     "health": 6,
     "run": 6,
@@ -47,7 +48,7 @@ LEVELS = {
     "cli": 12,
 }
 """Rooms by their level; a room that does not exist yet has its level already."""
-WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report")
+WITHOUT_TORCH = ("facts", "plan", "program", "analysis", "simulate", "search", "report", "cluster")
 TORCH = ("torch", "torchvision", "transformers", "accelerate")
 ONLY_IN_CLI = ("typer", "click")
 ROOT = ("", "__main__")

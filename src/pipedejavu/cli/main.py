@@ -16,6 +16,7 @@ from pipedejavu.cli import (
     rent_command,
     reproduce_command,
     runs_command,
+    schedule_command,
     show,
     simulate_command,
     train_command,
@@ -105,6 +106,12 @@ add_verb(
 add_verb(
     app, "train", TrainRequest, train_command.run,
     "Train a model with a plan, a process for each worker; under torchrun its processes are the workers.",
+)  # fmt: skip
+
+
+add_verb(
+    app, "schedule", schedule_command.ScheduleRequest, schedule_command.run,
+    "Schedule several jobs on one cluster: plan each, simulate policies, and compare them.",
 )  # fmt: skip
 
 

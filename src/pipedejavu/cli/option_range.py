@@ -32,6 +32,7 @@ class OptionRange(NamedTuple):
 RANGES = {
     "batch": OptionRange("a number of samples"),
     "train_samples": OptionRange("a number of samples"),
+    "energy": OptionRange("a price per kWh", 0),
     "deadline": OptionRange("a number of hours", 0, is_open=True),
     "samples": OptionRange("a number of samples per microbatch"),
     "microbatches": OptionRange("a number of microbatches"),
@@ -66,10 +67,14 @@ RANGES = {
     "staleness": OptionRange("a number of updates", 0),
     "time_budget": OptionRange("a number of seconds", 0),
     "candidates": OptionRange("a number of plans"),
+    "round_s": OptionRange("a number of seconds", 0, is_open=True),
+    "start_s": OptionRange("a number of seconds", 0),
+    "disk": OptionRange("a number of bytes per second", 0, is_open=True),
+    "plan_budget": OptionRange("a number of seconds", 0),
     "seed": OptionRange("an integer", -MOST_SEED, MOST_SEED),
 }
 """Ranges by the name of the field; an option means the same in all verbs."""
-OPTIONS = {"tries": "--try", "hang_after_s": "--hang-after"}
+OPTIONS = {"tries": "--try", "hang_after_s": "--hang-after", "round_s": "--round", "start_s": "--start"}
 """Options that are not spelled as their fields."""
 
 

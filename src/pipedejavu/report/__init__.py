@@ -8,7 +8,7 @@ from pipedejavu.report.compare import Comparison, compare
 from pipedejavu.report.findings import Compared, ExperimentFindings, FindingsTable, render_findings
 from pipedejavu.report.grid import render_grid
 from pipedejavu.report.headline import Headline, flop_share, headlines, step_time
-from pipedejavu.report.html import render_html
+from pipedejavu.report.html import render_chart, render_figures, render_html, render_section
 from pipedejavu.report.line_chart import Curve, LineChart
 from pipedejavu.report.memory_need import Need, count_parameters, fold_units, step_spread, step_times, work_out_needs
 from pipedejavu.report.perfetto import render_trace
@@ -32,9 +32,12 @@ __all__ = [
     "flop_share",
     "fold_units",
     "headlines",
+    "render_chart",
+    "render_figures",
     "render_findings",
     "render_grid",
     "render_html",
+    "render_section",
     "render_trace",
     "step_spread",
     "step_time",

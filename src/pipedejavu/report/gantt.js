@@ -82,7 +82,7 @@ class Gantt {
 
   showTip(bar, x, y) {
     this.tip.show(x, y, this.data.names[bar.action], `${bar.worker.name} ${this.data.words[bar.action]}.`, [
-      ["in the program", bar.action],
+      [this.data.action_title ?? "in the program", bar.action],
       ["start", formatTime(bar.start, 6)], ["end", formatTime(bar.end, 6)],
       ["duration", formatTime(bar.end - bar.start)], ["lane", bar.lane]]);
   }
@@ -161,16 +161,17 @@ class WorkerRow {
   addLane(lane) {
     const height = lane.role === "compute" ? this.gantt.tall : THIN;
     const group = draw("g", { class: `lane ${lane.role}` });
+    const place = { lane, group, height, y: 0 };
     for (const [action, kind, start, end, text, shade] of lane.bars) {
       const unit = 1000 / this.gantt.view.seconds;
       const rect = draw("rect", { class: `bar s${shade}`, "data-action": action, "data-kind": kind,
         x: start * unit, width: (end - start) * unit, height });
-      const bar = { rect, action, kind, start, end, text, worker: this.worker, lane: lane.name };
+      const bar = { rect, action, kind, start, end, text, worker: this.worker, lane: lane.name, place };
       this.gantt.bars.set(rect, bar);
       if (lane.role === "compute") this.labelled.push(bar);
       group.append(rect);
     }
-    this.groups.push({ lane, group, height });
+    this.groups.push(place);
     this.time.append(group);
   }
 
@@ -183,7 +184,10 @@ class WorkerRow {
     let y = 0;
     for (const row of rows) {
       const isShared = row.length > 1;
-      for (const { lane, group } of row) group.setAttribute("transform", placeInRow(lane, y, isShared));
+      for (const place of row) {
+        place.group.setAttribute("transform", placeInRow(place.lane, y, isShared));
+        place.y = y;
+      }
       const [{ lane, height }] = row;
       const isFirst = this.isFoldable && lane === network[0].lane;
       const name = isFirst ? this.foldButton(isFolded, lane.name) : make("span", {}, lane.name);
@@ -223,7 +227,7 @@ class WorkerRow {
       const short = isNaN(bar.text) ? kind : `${kind} ${bar.text}`;
       const text = [names[bar.action], short, bar.text, bar.text[0]].find((option, i) =>
         option.length * 6.6 + [10, 10, 3, 3][i] <= width && (i < 3 || isNaN(bar.text)));
-      if (text) found.push(draw("text", { x: left + width / 2, y: tall / 2 + 4 }, text));
+      if (text) found.push(draw("text", { x: left + width / 2, y: bar.place.y + tall / 2 + 4 }, text));
     }
     this.labels.replaceChildren(...found);
   }

@@ -38,6 +38,16 @@ def render_html(
     `choices` are the plans that were considered, `forecast` is the predicted timeline of a measured one, and `story` is
     the course of the whole run. The page begins with the `leads`.
     """
+    above = (render_choices(choices) if choices else "") + (render_story(story) if story else "")
+    data = chart_both(timeline, forecast) if forecast else chart_data(timeline)
+    below = render_section("workers", "Workers", worker_table(timeline)) + _plan(axes, decisions)
+    return render_chart(data, title, _figures(timeline, forecast, leads), notes, above=above, below=below)
+
+
+def render_chart(
+    data: dict[str, Any], title: str, figures: str, notes: Sequence[str] = (), *, above: str = "", below: str = ""
+) -> str:
+    """Returns a page around the data of a chart; figures and what is above and below it are trusted markup."""
     style = read_part("page.css")
     script = "".join(read_part(name) for name in _SCRIPTS)
     return Template(read_part("page.html")).substitute(
@@ -45,13 +55,11 @@ def render_html(
         policy=escape(content_policy(style, script)),
         style=style,
         script=script,
-        figures=_figures(timeline, forecast, leads),
+        figures=figures,
         notes="".join(f'<p class="note">{escape(note)}</p>' for note in notes),
-        choices=render_choices(choices) if choices else "",
-        story=render_story(story) if story else "",
-        workers=worker_table(timeline),
-        plan=_plan(axes, decisions),
-        data=_embed(chart_both(timeline, forecast) if forecast else chart_data(timeline)),
+        above=above,
+        below=below,
+        data=_embed(data),
     )
 
 
@@ -86,13 +94,18 @@ def _figures(timeline: Timeline, forecast: Timeline | None, leads: Sequence[Head
         idle += f", forecast {forecast.bubble_fraction:.1%}"
     return "".join(
         (
-            *(_figure(*lead) for lead in leads),
+            render_figures(leads),
             _figure("Makespan", format_seconds(timeline.makespan_s), times),
             _figure("Bubble", f"{timeline.bubble_fraction:.1%}", idle),
             _peak_figure(timeline),
             _figure("Workers", f"{num_workers}", shown),
         )
     )
+
+
+def render_figures(leads: Sequence[Headline]) -> str:
+    """Returns the figures that a page begins with."""
+    return "".join(_figure(*lead) for lead in leads)
 
 
 def _peak_figure(timeline: Timeline) -> str:
@@ -118,15 +131,16 @@ def _plan(axes: Mapping[str, str], decisions: Sequence[tuple[str, str, str]]) ->
     sections = []
     if axes:
         rows = [[Cell(axis, head=True), Cell(value)] for axis, value in axes.items()]
-        sections.append(_section("plan", "Plan", render_table(("Axis", "Value"), rows, "pairs")))
+        sections.append(render_section("plan", "Plan", render_table(("Axis", "Value"), rows, "pairs")))
     if decisions:
         rows = [[Cell(axis, head=True), Cell(choice), Cell(reason)] for axis, choice, reason in decisions]
         table = render_table(("Axis", "Choice", "Reason"), rows, "reasons")
-        sections.append(_section("decisions", "Decisions", table))
+        sections.append(render_section("decisions", "Decisions", table))
     return f'<div class="columns">{"".join(sections)}</div>' if sections else ""
 
 
-def _section(name: str, title: str, content: str) -> str:
+def render_section(name: str, title: str, content: str) -> str:
+    """Returns a section with a heading; its content is trusted markup."""
     return (
         f'<section id="{name}" aria-labelledby="{name}-title">'
         f'<div class="heading"><h2 id="{name}-title">{title}</h2></div>{content}</section>'

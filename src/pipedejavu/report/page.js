@@ -11,7 +11,8 @@ function start() {
   const view = new View(data);
   const tip = new Tip(document.getElementById("tip"));
   const gantt = new Gantt(document.getElementById("gantt"), data, view, tip);
-  new Memory(document.getElementById("curves"), data, view, tip);
+  if (data.memory) new Memory(document.getElementById("curves"), data, view, tip);
+  else document.getElementById("memory").hidden = true;
   new ResizeObserver(() => view.refresh()).observe(document.body);
   const restore = () => {
     view.readHash();
