@@ -342,8 +342,8 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("zeno").plan.replace(place=Place(replicas=4, servers=2)),
-        "combiner 'score-trim' scores a gradient with the whole model, which must be one piece on one server",
-        "use cut 'whole' and one server, and leave order.is_eager out",
+        "combiner 'score-trim' scores the gradients of a stage with the whole model, which must be on one server",
+        "use cut 'whole' or 'chain' and one server, and leave order.is_eager out",
     ),
     (
         preset("zeno").plan.replace(keep=Keep()),
