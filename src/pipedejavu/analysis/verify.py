@@ -24,6 +24,7 @@ from pipedejavu.program.action import (
     RECV,
     REDUCE,
     SEND,
+    SUM,
     UPDATE,
     WEIGHT_BACKWARD,
     Action,
@@ -86,16 +87,16 @@ def _partner_faults(graph: Graph) -> Iterator[str]:
         if group is None:
             yield f"worker {workers[0]}: {first} names a group that does not exist"
             continue
-        expected = sorted(set(group.workers) & set(present))
+        expected = sorted({*group.workers, *group.helpers} & set(present))
         if sorted(workers) != expected:
             yield f"{first} has workers {sorted(workers)}, its group {expected}"
         is_tie = group.role is GroupRole.TIE  # tied pieces have different numbers, and replicas always do
         # Shards that divide experts have microbatches of their own.
         has_own = group.role is GroupRole.SHARDS and program.plan.divides_experts
-        meanings = {
-            (a.kind, a.what, -1 if is_tie else a.piece, -1 if has_own else a.microbatch, a.version) for a in actions
-        }
-        if len(meanings) > 1:
+        meanings = {(a.what, -1 if is_tie else a.piece, -1 if has_own else a.microbatch, a.version) for a in actions}
+        kinds = {a.kind for w, a in zip(workers, actions, strict=True) if w not in group.helpers}
+        helping = {a.kind for w, a in zip(workers, actions, strict=True) if w in group.helpers}
+        if len(meanings) > 1 or len(kinds) > 1 or SUM in kinds or helping - {SUM}:
             texts = ", ".join(f"worker {w}: {a}" for w, a in zip(workers, actions, strict=True))
             yield f"members of one collective differ: {texts}"
 

@@ -3,14 +3,16 @@
 All ranks tell each other what they are, choose alike, and connect before the first round.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.nccl_wire import NcclWire
-from pipedejavu.engine.wire import Key, ProcessWire, Wire, on_host, staged
+from pipedejavu.engine.staged_wire import on_host, staged
+from pipedejavu.engine.summation_service import SummationService
+from pipedejavu.engine.wire import Key, ProcessWire, Wire
 from pipedejavu.engine.wire_choice import WireKind, choose_group_wire, choose_wire
 from pipedejavu.engine.wire_end import describe_end, gather_ends, open_listener
 from pipedejavu.program import ActionKind, GroupRole, Program
@@ -34,6 +36,10 @@ class RankWire:
         listener = open_listener()
         self.ends = gather_ends(describe_end(self.device, listener))
         members = _members(program)
+        self.host_groups = _host_groups(program, [end.host for end in self.ends])
+        """By group that has helpers, the trainers of each host, if several hosts have some."""
+        for name, hosts in self.host_groups.items():
+            members |= {_on_host(name, ranks): ranks for ranks in hosts if len(ranks) > 1}
         self.edges = {edge: choose_wire(*(self.ends[r] for r in edge)) for edge in sorted(_edges(program))}
         self.groups = {name: choose_group_wire([self.ends[r] for r in ranks]) for name, ranks in members.items()}
         self.num_members = {name: len(ranks) for name, ranks in members.items()}
@@ -41,6 +47,9 @@ class RankWire:
         # NCCL sums tensors of GPUs only, so those of the host take Gloo.
         on_gloo = {n: r for n, r in members.items() if not self.groups[n].kind.is_in_memory}
         self.gloo = ProcessWire(rank, on_gloo)
+        for name, hosts in sorted(self.host_groups.items()):
+            trainers, helpers = [ranks[0] for ranks in hosts], program.groups[name].helpers
+            self.gloo.services[name] = SummationService(name, trainers, helpers, rank, self.gloo.carried)
         self._staged = staged(self.gloo, self.device)
         self.nccl = self._make_nccl(members)
         self.senders: dict[int, SendEnd] = {}
@@ -123,6 +132,23 @@ class RankWire:
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors, with the same bits on all of them."""
         return self._collect(tensor, group, lambda memory, t: memory.add_up(t), lambda wire, t: wire.add_up(t, group))
+
+    def push_pull(self, vector: Tensor, group: str) -> Tensor:
+        """Returns the sum of the members' vectors: over each host first, then over the hosts and the helpers."""
+        ranks = next(ranks for ranks in self.host_groups[group] if self.rank in ranks)
+        if len(ranks) == 1:
+            return self._staged.push_pull(vector, group)
+        local, count = _on_host(group, ranks), vector.numel()
+        vector = self.add_up(vector, local)
+        is_first = self.rank == ranks[0]
+        total = self._staged.push_pull(vector, group) if is_first else vector
+        counts = [[count] * len(ranks), *([0] * len(ranks) for _ in ranks[1:])]
+        sent = total.repeat(len(ranks)) if is_first else vector[:0]
+        return self.all_to_all(sent, local, counts)
+
+    def serve(self, group: str) -> None:
+        """Sums a part of what the hosts of a group push."""
+        self._staged.serve(group)
 
     def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
         """Returns this rank's run of rows of the sum of the members' tensors."""
@@ -218,6 +244,26 @@ class RankWire:
 def _members(program: Program) -> dict[str, tuple[int, ...]]:
     """Returns the ranks of each group that has several."""
     return {name: group.workers for name, group in sorted(program.groups.items()) if len(group.workers) > 1}
+
+
+def _host_groups(program: Program, hosts: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
+    """Returns, for each group with helpers, its workers by host; each by itself if all are on one host."""
+    divided = {}
+    for name, group in program.groups.items():
+        if not group.helpers or len(group.workers) == 1:
+            continue
+        by_host: dict[object, tuple[int, ...]] = {}
+        is_alone = len({hosts[rank] for rank in group.workers}) == 1
+        for rank in sorted(group.workers):
+            key = rank if is_alone else hosts[rank]
+            by_host[key] = (*by_host.get(key, ()), rank)
+        divided[name] = [*by_host.values()]
+    return divided
+
+
+def _on_host(group: str, ranks: tuple[int, ...]) -> str:
+    """Returns the name of the group of the workers of one host."""
+    return f"{group}+host{ranks[0]}"
 
 
 def _edges(program: Program) -> Iterable[Edge]:
