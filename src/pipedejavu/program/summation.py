@@ -13,6 +13,8 @@ from itertools import pairwise
 
 CHUNK_BYTES = 4_000_000
 """Most bytes of a vector that are pushed, summed and pulled as one."""
+LEAST_CHUNK_BYTES, MOST_PARTS = 65_536, 16
+"""A machine's run is divided into parts, so that pushes and pulls overlap, as long as they have so many bytes each."""
 
 
 def summing_shares(trainers: int, helpers: int) -> tuple[float, float]:
@@ -41,7 +43,8 @@ def summed_runs(numel: int, trainers: int, helpers: int) -> list[range]:
 
 
 def chunks_of(run: range, itemsize: int) -> list[range]:
-    """Returns a run in as few equal chunks as have at most `CHUNK_BYTES`."""
-    count = -(-len(run) * itemsize // CHUNK_BYTES)
+    """Returns a run in equal chunks of at most `CHUNK_BYTES`: several, if they are not too small."""
+    size_bytes = len(run) * itemsize
+    count = max(-(-size_bytes // CHUNK_BYTES), min(MOST_PARTS, size_bytes // LEAST_CHUNK_BYTES))
     ends = [run.start + len(run) * n // count for n in range(count + 1)] if count else []
     return [range(start, end) for start, end in pairwise(ends)]
