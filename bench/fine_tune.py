@@ -23,7 +23,7 @@ TEMPLATE = (
 )
 ONE = ("--plan", "preset:ddp", "--workers", "1", "--samples", "8")
 PLAN = ("--plan", "preset:gpipe", "--workers", "2", "--microbatches", "2", "--samples", "4")
-BEGIN = "This is the way to "
+BEGIN = "This is the "
 """What the answers begin with that the adapters learn."""
 MODEL = ("--context", "96", "--lr", "2e-3", "--seed", "1")
 

@@ -34,7 +34,7 @@ def run_ip(*words: str, checks: bool = True) -> None:
 
 
 def limit(name: str, device: str, mbit: int) -> None:
-    shape = ["rate", f"{mbit}mbit", "burst", "64kb", "latency", "200ms"]
+    shape = ["rate", f"{mbit}mbit", "burst", "64kb", "latency", "20ms"]
     subprocess.run(
         ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", device, "root", "tbf", *shape], check=True
     )

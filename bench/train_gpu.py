@@ -113,13 +113,17 @@ def run_one(setup: dict[str, Any], timeout_s: int) -> dict[str, Any]:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)  # each process says where it was
-        _, err = process.communicate()
-        return {"failed": f"no result in {timeout_s} s", "tail": err[-6000:]}
+        try:
+            _, err = process.communicate(timeout=10)
+        except subprocess.TimeoutExpired:  # a process that pins memory, or waits for the GPU, ends late
+            os.killpg(process.pid, signal.SIGKILL)
+            return {"failed": f"no result in {timeout_s} s, and no end after a signal", "tail": ""}
+        return {"failed": f"no result in {timeout_s} s", "tail": err[-20000:]}
     for row in out.splitlines():
         if row.startswith("RESULT "):
             return {**json.loads(row.removeprefix("RESULT ")), "wall_s": time.perf_counter() - started}
     reason = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-    return {"failed": reason[:400], "tail": err[-3000:]}
+    return {"failed": reason[:400], "tail": err[-20000:]}
 
 
 def print_case(case: str, turns: dict[str, list[dict[str, Any]]]) -> None:

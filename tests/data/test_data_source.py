@@ -401,6 +401,8 @@ def test_records_share_rows_whole_each_with_positions_and_answers_of_its_own(tmp
     write(file, *({"prompt": p, "completion": c} for p, c in (("ab", "c"), ("2+2=", "4"), ("x", "y"), ("long", "est"))))
     packed = open_choice(DataChoice(name=str(file)), FORM, default="stdlib", separates=lambda: True)
     assert len(packed) == 3
+    assert "the 4 records of" in (said := capsys.readouterr().err)
+    assert "share 3 rows of 8 tokens, which are the samples; --packing rows gives each a row of its own" in said
     (tokens, positions), targets = packed.batch([2, 0, 1])
     # inputs of 3, 5, 2 and 7 tokens, the end token being a target alone: the longest has a row, 5 + 3 share one
     assert bytes(tokens[1].tolist()) == b"longest\0"

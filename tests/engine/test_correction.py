@@ -236,6 +236,19 @@ def test_without_a_stash_old_weights_are_freed_although_backwards_are_due():
     assert rebound.leaves["w"].grad.shape == (4, 3)
 
 
+def test_weights_that_share_a_storage_are_told_apart():
+    flat = torch.randn(24)
+    weights = {"a": flat[:12].view(4, 3).requires_grad_(), "b": flat[12:].view(3, 4).requires_grad_()}
+    x = torch.randn(2, 3)
+    with (rebound := ReboundWeights(weights)):
+        linked = rebound.linked(weights)
+        y = ((x @ linked["a"].T).tanh() @ linked["b"].T).tanh().sum()
+    rebound.bound = {name: weight.detach().clone() for name, weight in weights.items()}
+    y.backward()
+    expected = torch.autograd.grad(((x @ weights["a"].T).tanh() @ weights["b"].T).tanh().sum(), [*weights.values()])
+    assert all(torch.equal(rebound.leaves[n].grad, g) for n, g in zip(weights, expected, strict=True))
+
+
 def test_the_forecast_counts_what_a_correction_keeps_and_takes(make):
     def predicted(**version):
         case = make("pipedream", workers=4, microbatches=8, units=4, version=Version(kind="stash", **version))

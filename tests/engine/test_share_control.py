@@ -55,3 +55,8 @@ def test_the_controller_settles_on_fixed_speeds(speeds) -> None:
         counts = adjusted_counts(counts, [n / s for n, s in zip(counts, speeds, strict=True)])
     assert counts == adjusted_counts(counts, [n / s for n, s in zip(counts, speeds, strict=True)])
     assert counts[0] / 32 == pytest.approx(speeds[0] / sum(speeds), abs=1 / 32)
+
+
+def test_replicas_beside_an_idle_one_still_follow_their_rates() -> None:
+    assert adjusted_counts((20, 12, 0), (1.0, 1.8, 0.0)) == (24, 8, 0)
+    assert adjusted_counts((20, 0, 0), (1.0, 0.0, 0.0)) == (20, 0, 0)

@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipedejavu.analysis import build_graph, verify
+from pipedejavu.analysis.size import Sizes
 from pipedejavu.facts import Cost, Device, Edge, Host, Link, Machine, Overlap, Profile, Unit, UnitTime
 from pipedejavu.plan import Plan, preset
 from pipedejavu.program import Program, Table
@@ -141,6 +142,28 @@ def test_megatron_has_two_all_reduces_in_each_direction_of_a_block():
     times = {s.action: s.end_s - s.start_s for s in prediction.timeline().spans()}
     assert times["F0.0@0"] == pytest.approx(1.0 / 4 + 2 * ring)  # one after the attention's rows, one after the MLP's
     assert times["B1.0@0"] == pytest.approx(2.0 / 4 + 2 * ring)
+
+
+def test_divided_sequences_have_the_collectives_of_a_block():
+    link = Link(bytes_per_s=1.0, latency_s=0.5)
+    gather, ring = (4 - 1) * (0.5 + 10 / 4), 2 * (4 - 1) * (0.5 + 10 / 4)
+    exchange = (4 - 1) * (0.5 + 10 / 4 / 4)
+    gradients = 2 * (4 - 1) * (0.5 + 100 / 4)
+    wanted = {"sequence": (2 * ring, 2 * ring + 2 * gather), "context": (4 * exchange, 4 * exchange + gradients)}
+    for name, (forward, backward) in wanted.items():
+        prediction = run(at(name, 4, 1), model([(1.0, 2.0), (1.0, 2.0)]), computer(["here"] * 4, link))
+        times = {s.action: s.end_s - s.start_s for s in prediction.timeline().spans()}
+        assert times["F0.0@0"] == pytest.approx(1.0 / 4 + forward)
+        assert times["B1.0@0"] == pytest.approx(2.0 / 4 + backward)
+
+
+@pytest.mark.parametrize(("name", "share"), [("sequence", 4), ("context", 1)])
+def test_divided_sequences_divide_activations_and_context_parallelism_nothing_else(name, share):
+    program = compile_plan(at(name, 4, 1), model([(1.0, 2.0)] * 3), computer(["here"] * 4, Link(bytes_per_s=1.0)))
+    sizes = Sizes(program)
+    assert sizes.weights == sizes.gradients == [100 / share] * 3
+    assert sizes.optimizer == [600 / share] * 3
+    assert sizes.saved == [50.0 / 4] * 3
 
 
 @given(st.integers(2, 6), st.integers(1, 5))

@@ -19,7 +19,7 @@ from pipedejavu.engine import run_threads
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.facts import Cost, InputError
 from pipedejavu.launch import PlannedRun, launch, plan_run, train, worker
-from pipedejavu.plan import Plan, preset
+from pipedejavu.plan import Place, Plan, preset
 from pipedejavu.planner import replan as replan_module
 from pipedejavu.planner.replan import Replanner, find_switch, switch_s, with_measured
 from pipedejavu.program import Program
@@ -156,6 +156,23 @@ def test_a_switch_must_save_more_than_it_costs_and_more_than_forecasts_know() ->
     assert find_switch(program, [1.0, 1.05], 10**6) is None
     assert find_switch(program, [2.0, 2.0], 10**6) is None  # slower, but nothing else is faster
     assert find_switch(program, [1.0, 3.0], 10**6, num_workers=3) is None
+
+
+def test_an_idle_replica_gets_samples_again_when_rates_change() -> None:
+    plan = preset("hyscale").plan.replace(place=Place(cpu_replicas=1))
+    plan = plan.replace(feed=plan.feed.replace(samples=32, microbatches=1))
+    speeds = profile([1e-3] * 4, {"fast": 1.0, "cpu": 0.03})
+    program = compile_plan(plan, speeds, machine(["fast"], host_room=2**60), fold=False)
+    assert program.parts == ((32,), ())  # one sample takes the CPU longer than all of them the GPU
+    found = find_switch(program, [10.0, 1.0], 10**6)
+    assert found is not None
+    assert "so replica 1, idle so far, gets samples again: 25 + 7, forecast" in found.reason
+    again = compile_plan(found.plan, found.profile, found.machine, fold=False)
+    assert [sum(part) for part in again.parts] == [25, 7]
+    assert found.then_s == pytest.approx(25 / 32 * found.now_s)
+    assert find_switch(program, [1.5, 1.0], 10**6, num_workers=2) is None  # still faster without it
+    forced = replace(program, plan=program.plan.replace(feed=program.plan.feed.replace(is_controlled=False)))
+    assert find_switch(forced, [10.0, 1.0], 10**6, num_workers=5) is None
 
 
 def test_the_planner_is_asked_beside_the_run_and_turns_it_once() -> None:

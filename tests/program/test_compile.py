@@ -9,7 +9,7 @@ import pytest
 
 from pipedejavu.analysis import verify
 from pipedejavu.analysis.size import Sizes
-from pipedejavu.facts import FaultsError, InputError
+from pipedejavu.facts import FaultsError, InputError, Tie
 from pipedejavu.plan import Keep, Order, Place, Plan, preset, presets
 from pipedejavu.program import Action, ActionKind, Table
 from pipedejavu.program import compile as compile_plan
@@ -731,3 +731,32 @@ def test_what_is_too_large_is_refused_before_it_takes_memory(name, changes, sent
 def test_a_profile_of_too_many_units_is_refused(model, computer, resize):
     with pytest.raises(InputError, match="has 4,097 units, and at most 4,096 can be placed; profile larger parts"):
         compile_plan(resize("1f1b", 2, 2), model(4097), computer(2))
+
+
+def test_pieces_of_a_pipeline_that_never_drains_are_clipped_together() -> None:
+    plan = preset("pipedream-2bw").at(workers=2, microbatches=8)
+    clipped = plan.reduce.replace(clip="delayed")
+    again = plan.order.replace(recompute=1.0, checkpoints=(2,))
+    plan, profile, machine = unit_costs(plan.replace(reduce=clipped, cut=plan.cut.replace(bounds=(1,))), {})
+    unit = profile.units[0]
+    profile = profile.replace(units=tuple(unit.replace(name=f"u{n}") for n in range(3)))
+    program = compile_plan(plan.replace(order=again), profile, machine, fold=False)
+    verify(program)
+    for worker in program.workers:
+        texts = [str(a) for a in worker.actions]
+        norms = [text for text in texts if text.startswith("REDUCE:n")]
+        assert len(norms) == len({*norms}) > 1
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_tied_pieces_of_a_pipeline_that_divides_gradients_do_not_wait_for_each_other(zero: int) -> None:
+    """Regression: the sum of a tied parameter over stages counted as one that frees a whole gradient."""
+    keep = Keep.model_validate({"kind": f"zero-{zero}", "persists": zero == 3})
+    plan = preset("1f1b").at(workers=2, replicas=2, microbatches=1)
+    plan = plan.replace(keep=keep, order=plan.order.replace(is_eager=True))
+    plan = plan.replace(reduce=plan.reduce.replace(wire="reduce-scatter"), cut=plan.cut.replace(bounds=(1,)))
+    plan, profile, machine = unit_costs(plan, {})
+    unit = profile.units[0]
+    units = tuple(unit.replace(name=f"u{n}") for n in range(8))
+    tied = profile.replace(units=units, ties=(Tie(units=("u0", "u7"), size_bytes=1),))
+    verify(compile_plan(plan, tied, machine, fold=False))

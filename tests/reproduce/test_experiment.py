@@ -9,12 +9,13 @@ pytest.importorskip("sklearn")
 
 from pipedejavu.facts import InputError
 from pipedejavu.reproduce import EXPERIMENTS, Setting, experiment, run_experiment
+from pipedejavu.reproduce.initialisation_study import Candidate, choose
 
 
 def test_every_experiment_has_a_module_that_runs_it():
     assert len({each.name for each in EXPERIMENTS}) == len(EXPERIMENTS)
     for each in EXPERIMENTS:
-        assert callable(import_module(f"pipedejavu.reproduce.{each.module}").run)
+        assert callable(getattr(import_module(f"pipedejavu.reproduce.{each.module}"), each.function))
 
 
 def test_an_unknown_name_suggests_the_nearest():
@@ -49,3 +50,25 @@ def test_predictors_are_judged_on_what_they_have_not_seen():
     assert [table.rows[-1][0] for table in found.tables[:2]] == ["all", "all"]
     assert found.compared[-1].name == "largest error of saved bytes"
     assert float(found.tables[-1].rows[0][-1]) == pytest.approx(1.0, abs=0.2)
+
+
+@pytest.mark.parametrize("name", ["bert", "encoder-decoder"])
+def test_a_pipeline_and_replicas_make_the_updates_of_one_worker(name):
+    found = run_experiment(experiment(name), Setting("quick"))
+    assert float(found.compared[2].today) < 1e-4
+    assert {row[0] for row in found.tables[0].rows} == {"one worker", "pipeline of 2", "2 replicas"}
+
+
+def test_splits_of_a_chain_of_cells_run_and_are_simulated():
+    found = run_experiment(experiment("splits"), Setting("quick"))
+    assert len(found.tables[0].rows) == 4
+    assert [row[0] for row in found.tables[1].rows] == ["AmoebaNet-like"]
+
+
+def test_initialisations_are_chosen_by_small_losses_and_large_gradients():
+    made = [Candidate({}, loss, norm) for loss, norm in ((3.0, 1.0), (1.0, 2.0), (2.0, 3.0), (1.5, 2.5))]
+    assert choose(made) is made[1]
+    assert choose(made[::2]) is made[2]
+    found = run_experiment(experiment("initialisations"), Setting("quick"))
+    assert found.conditions[1] == ("cost of the selection", "24 losses and gradients, counted as 24 updates")
+    assert len(found.compared) == 2

@@ -130,10 +130,12 @@ def gpt(**options: Any) -> Gpt:
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_gpt_of_the_zoo_equals_the_whole_one(size, is_tied, layout):
     ids, labels = labelled()
-    _, (forward, *_) = check(gpt(is_tied=is_tied), ids, labels, size, tokens_loss(), LAYOUTS[layout])
+    _, (forward, backward, _) = check(gpt(is_tied=is_tied), ids, labels, size, tokens_loss(), LAYOUTS[layout])
     if layout == "sequence":
         # Per block, tokens are gathered before attention and MLP, and sums are scattered after them.
         assert forward == {"all_gather": 4, "all_reduce": 1, "reduce_scatter": 4}
+        # The same for their gradients; products gather their inputs again, and positions have a gradient of each rank.
+        assert (backward["reduce_scatter"], backward["all_gather"]) == (4, 4 + 4 + 1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

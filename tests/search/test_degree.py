@@ -132,3 +132,16 @@ def test_every_degree_and_division_is_looked_at_one_by_one() -> None:
         ((2, 1), (1, 1), (0, 0)),
         ((2, 1), (1, 1), (1, 0)),
     }
+
+
+def test_only_degrees_that_divide_operators_of_the_model_are_tried() -> None:
+    model, place = profile([1e-3] * 4), machine(["fast"] * 8)
+    place = place.replace(devices=tuple(device.replace(type="gpu") for device in place.devices))
+
+    def degrees(known: tuple[int, ...] | None) -> set[int]:
+        problems = problems_of(model.replace(tp_sizes=known), place, SearchOptions(batch=8))
+        return {degree for problem in problems for degree in (problem.tp_size, *problem.degrees)}
+
+    assert degrees(None) == {1, 2, 4, 8}
+    assert degrees((2, 8)) == {1, 2, 8}
+    assert degrees(()) == {1}

@@ -162,6 +162,13 @@ def test_ranks_give_their_shares_of_a_batch(tmp_path: Path, processes) -> None:
             id="a call of one rank",
         ),
         pytest.param(
+            {},
+            "trainer.step(batches[0])\ntrainer.save(f'/nowhere/{rank}')",
+            "pipedejavu: the ranks call save with different folders, rank 0 with /nowhere/0; give all ranks one folder"
+            " that all of them see, not a temporary one of their own\n",
+            id="a folder per rank",
+        ),
+        pytest.param(
             {"workers": 3},
             "trainer.step(batches[0])",
             "pipedejavu: the plan has 3 workers and 2 ranks were started; start one for each\n",

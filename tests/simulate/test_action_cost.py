@@ -4,8 +4,8 @@ import pytest
 
 from pipedejavu.analysis import verify
 from pipedejavu.analysis.size import Sizes
-from pipedejavu.facts import CollectiveTime, Cost, Link
-from pipedejavu.plan import preset
+from pipedejavu.facts import CollectiveTime, Cost, Device, Host, Link
+from pipedejavu.plan import Feed, Place, Reduce, preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate, unit_costs
 
@@ -140,3 +140,20 @@ def test_recomputing_takes_the_time_of_the_units_that_are_named(again: tuple[int
     program = compile_plan(plan, profile.replace(units=units), machine)
     spans = simulate(program, verify(program)).timeline().spans()
     assert [s.end_s - s.start_s for s in spans if s.action.startswith("R0")] == [expected]
+
+
+def test_while_one_batch_is_copied_the_host_makes_the_next() -> None:
+    def fetch_s(loading_s: float) -> float:
+        plan, profile, machine = unit_costs(preset("hyscale").at(workers=1, samples=4, microbatches=1), {"F": 1.0})
+        plan = plan.replace(place=Place(), feed=Feed(samples=4), reduce=Reduce())
+        gpu = Device(name="gpu0", kind="unit", type="gpu", host="h", memory_bytes=2**40)
+        devices = (gpu, gpu.replace(name="cpu0", type="cpu"))
+        links = (Link(scope="same-host", bytes_per_s=10.0),)
+        machine = machine.replace(hosts=(Host(name="h"),), devices=devices, links=links)
+        profile = profile.replace(batch_bytes=5.0, batch={"unit": Cost(fixed_s=loading_s)})
+        program = compile_plan(plan, profile, machine)
+        spans = simulate(program, verify(program)).timeline().spans()
+        return next(span.end_s - span.start_s for span in spans if span.action.startswith("FETCH"))
+
+    assert fetch_s(0.0) == 4 * 5.0 / 10.0
+    assert fetch_s(3.0) == 3.0

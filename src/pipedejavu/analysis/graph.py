@@ -27,7 +27,7 @@ from pipedejavu.program.action import (
 )
 from pipedejavu.program.effect import TAKING, Effects, Table, resting
 from pipedejavu.program.offload_time import BUCKETS
-from pipedejavu.program.program import Program
+from pipedejavu.program.program import GroupRole, Program
 from pipedejavu.program.value import (
     ACTIVATION,
     BATCH,
@@ -186,7 +186,8 @@ class _ReuseEdges:
             if self.scattered[a.piece] or self.leaves[a.piece]:
                 self._begin_gradient(a, op)
         elif kind == REDUCE:
-            if what == WEIGHT_GRADIENT and self.scattered[a.piece]:
+            # Tied parameters are summed over pieces after that, in the shards.
+            if what == WEIGHT_GRADIENT and self.scattered[a.piece] and self._is_over_stage(a):
                 self.departures.append(op)
         elif kind == DROP:
             self._after_readers(a, op)
@@ -207,6 +208,10 @@ class _ReuseEdges:
             self.begun.add(gradient)
             if len(self.departures) >= BUCKETS:
                 self._after(self.departures[-BUCKETS], op)
+
+    def _is_over_stage(self, a: Action) -> bool:
+        group = self.graph.program.groups.get(a.group)
+        return group is not None and group.role is GroupRole.STAGE
 
     def _offload(self, a: Action, op: int) -> None:
         if a.what == ACTIVATION:

@@ -14,6 +14,7 @@ from pipedejavu.program.effect import TAKING, Effects, Table, rest_of, resting, 
 from pipedejavu.program.program import Program
 from pipedejavu.program.value import (
     ACTIVATION,
+    BATCH,
     CONSENSUS,
     DEVICE,
     GRADIENT,
@@ -36,6 +37,7 @@ CLASSES = {
     SAVED: "activations",
     ACTIVATION: "activations",
     GRADIENT: "buffers",
+    BATCH: "buffers",
     PUSH: "buffers",
     CONSENSUS: "buffers",
     WORKSPACE: "buffers",

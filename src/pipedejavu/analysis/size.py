@@ -20,6 +20,7 @@ from pipedejavu.program.action import (
 from pipedejavu.program.program import Group, GroupRole, Program, stage_group
 from pipedejavu.program.value import (
     ACTIVATION,
+    BATCH,
     CONSENSUS,
     DEVICE,
     GRADIENT,
@@ -38,7 +39,7 @@ from pipedejavu.program.value import (
 _UPDATE_COPIES = 2
 """Temporary copies of a parameter while AdamW updates it: a square root and a denominator."""
 
-_PER_SAMPLE = frozenset((SAVED, ACTIVATION, GRADIENT))
+_PER_SAMPLE = frozenset((SAVED, ACTIVATION, GRADIENT, BATCH))
 """Kinds whose size grows with the samples of the microbatch."""
 _PER_PARAMETER = frozenset((WEIGHTS, WEIGHT_GRADIENT, PUSH, CONSENSUS, OPTIMIZER_STATE))
 """Kinds with one tensor per parameter."""
@@ -85,11 +86,16 @@ class Sizes:
 
     def _per_worker(self, sizes: list[int]) -> list[float]:
         """Returns the bytes of state that one worker holds for each piece, from the bytes of each unit."""
-        units = self.program.profile.units
-        return [sum(sizes[u] * self.held_share(units[u]) for u in p.units) for p in self.program.pieces]
+        program, copies = self.program, [1] * len(self.program.pieces)
+        if program.plan.divides_only_sequence:  # each device of a group has all parameters
+            copies = self._tp_size
+        shares = [self.held_share(unit) for unit in program.profile.units]
+        return [n * sum(sizes[u] * shares[u] for u in p.units) for n, p in zip(copies, program.pieces, strict=True)]
 
     def held_share(self, unit: Unit) -> float:
         """Returns the share of a unit's parameters that one worker holds: its part of what the shards divide."""
+        if self.program.plan.divides_only_sequence:
+            return 1.0
         divided = unit.expert_share if self.divides_experts else 1.0
         return 1 - divided + divided / self.program.plan.place.shards
 
@@ -101,6 +107,7 @@ class Sizes:
         """
         program, again = self.program, {*self.program.recomputed[piece]}
         is_recomputed = any(program.recomputed)
+        others = 0 if program.plan.divides_sequence else self._tp_size[piece] * self.shards - 1
         saved = {}
         for index in program.pieces[piece].units:
             unit, before = program.profile.units[index], self._piece_of.get(index - 1)
@@ -109,7 +116,7 @@ class Sizes:
             else:
                 is_there = not is_recomputed and all(before in on for on in program.pieces_on if piece in on)
             shared = program.profile.units[index - 1].shared_bytes if before is not None and is_there else 0.0
-            saved[index] = unit.activation_bytes - shared + (self._tp_size[piece] - 1) * unit.replicated_bytes
+            saved[index] = unit.activation_bytes - shared + others * unit.replicated_bytes
         return saved
 
     def _kept(self, piece: int) -> float:
@@ -215,6 +222,8 @@ class Sizes:
             return self._tp_size[piece] * self.outgoing(piece, self.program.outputs[piece]) * samples
         if kind == GRADIENT:
             return self._tp_size[piece] * self.incoming(piece, self.program.inputs[piece]) * samples
+        if kind == BATCH:
+            return self.program.profile.batch_bytes * samples
         return 0.0
 
     def workspace(self, a: Action, *, is_first: bool) -> float:

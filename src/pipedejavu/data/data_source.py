@@ -142,7 +142,13 @@ def _open_records(
             f" are cut there; {records.num_dropped} without an answer before that are left out"
         )
     if choice.packing == "documents" and separates():
-        return PackedRecords(records, form.context)
+        packed = PackedRecords(records, form.context)
+        if is_new:
+            tell(
+                f"the {len(records):,} records of {name} share {len(packed):,} rows of {packed.context} tokens, which"
+                " are the samples; --packing rows gives each a row of its own"
+            )
+        return packed
     if choice.packing == "documents" and is_new:
         tell(f"the model does not take several records in a row, so each of {name} is a row of its own")
     return records

@@ -38,8 +38,7 @@ class RankWire:
         members = _members(program)
         self.host_groups = _host_groups(program, [end.host for end in self.ends])
         """By group that has helpers, the trainers of each host, if several hosts have some."""
-        for name, hosts in self.host_groups.items():
-            members |= {_on_host(name, ranks): ranks for ranks in hosts if len(ranks) > 1}
+        members |= _members_on_hosts(self.host_groups)
         self.edges = {edge: choose_wire(*(self.ends[r] for r in edge)) for edge in sorted(_edges(program))}
         self.groups = {name: choose_group_wire([self.ends[r] for r in ranks]) for name, ranks in members.items()}
         self.num_members = {name: len(ranks) for name, ranks in members.items()}
@@ -47,9 +46,7 @@ class RankWire:
         # NCCL sums tensors of GPUs only, so those of the host take Gloo.
         on_gloo = {n: r for n, r in members.items() if not self.groups[n].kind.is_in_memory}
         self.gloo = ProcessWire(rank, on_gloo)
-        for name, hosts in sorted(self.host_groups.items()):
-            trainers, helpers = [ranks[0] for ranks in hosts], program.groups[name].helpers
-            self.gloo.services[name] = SummationService(name, trainers, helpers, rank, self.gloo.carried)
+        self._make_services(program)
         self._staged = staged(self.gloo, self.device)
         self.nccl = self._make_nccl(members)
         self.senders: dict[int, SendEnd] = {}
@@ -62,6 +59,12 @@ class RankWire:
             sockets = connect_all(rank, listener, addresses, [*pairs, *(pair for _, pair in shared)])
             self._open_channels(pairs, sockets)
             self._open_groups(shared, {n - len(pairs): peer for n, peer in sockets.items() if n >= len(pairs)})
+
+    def _make_services(self, program: Program) -> None:
+        """Makes the summation service of each group with helpers, of which the first trainer of each host is a part."""
+        for name, hosts in sorted(self.host_groups.items()):
+            trainers, helpers = [ranks[0] for ranks in hosts], program.groups[name].helpers
+            self.gloo.services[name] = SummationService(name, trainers, helpers, self.rank, self.gloo.carried)
 
     def _make_nccl(self, members: dict[str, tuple[int, ...]]) -> NcclWire:
         edges = [edge for edge, choice in self.edges.items() if choice.kind == WireKind.NCCL]
@@ -259,6 +262,11 @@ def _host_groups(program: Program, hosts: Sequence[str]) -> dict[str, list[tuple
             by_host[key] = (*by_host.get(key, ()), rank)
         divided[name] = [*by_host.values()]
     return divided
+
+
+def _members_on_hosts(host_groups: dict[str, list[tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """Returns the groups of the trainers that share a host."""
+    return {_on_host(n, ranks): ranks for n, hosts in host_groups.items() for ranks in hosts if len(ranks) > 1}
 
 
 def _on_host(group: str, ranks: tuple[int, ...]) -> str:

@@ -15,8 +15,18 @@ def adjusted_counts(counts: Sequence[int], times_s: Sequence[float], bounds: Bou
     """Returns the samples per replica for the next round, from those of this round and their times.
 
     Shares are proportional to the rates, clamped to 5 % to 95 % and to the bounds. Nothing changes if the gain is below
-    the dead band.
+    the dead band. A replica without samples stays idle, as it has no rate; the others share what they have.
     """
+    active = [n for n, count in enumerate(counts) if count]
+    if len(active) < len(counts):
+        parts = [counts[n] for n in active], [times_s[n] for n in active], [bounds[n] for n in active]
+        following = dict(zip(active, _adjusted(*parts), strict=True))
+        return tuple(following.get(n, 0) for n in range(len(counts)))
+    return _adjusted(counts, times_s, bounds)
+
+
+def _adjusted(counts: Sequence[int], times_s: Sequence[float], bounds: Bounds) -> tuple[int, ...]:
+    """Returns the samples per replica for the next round; each has samples now."""
     total = sum(counts)
     rates = [count / time if time > 0 else 0.0 for count, time in zip(counts, times_s, strict=True)]
     if len(counts) < 2 or total < len(counts) or min(counts) < 1 or min(rates) <= 0:

@@ -55,10 +55,10 @@ def compensate(summed: Tensors, newest: Tensors, read: Tensors, strength: float,
 
 
 class _WeightView:
-    """What stands for a saved tensor that is a view of a weight."""
+    """What stands for a saved tensor that is a view of a weight; `start` counts elements from the weight's first."""
 
-    def __init__(self, name: str, tensor: Tensor):
-        self.name, self.layout = name, (tensor.shape, tensor.stride(), tensor.storage_offset())
+    def __init__(self, name: str, tensor: Tensor, start: int):
+        self.name, self.layout, self.start = name, (tensor.shape, tensor.stride()), start
 
 
 class ReboundWeights(saved_tensors_hooks):
@@ -69,7 +69,12 @@ class ReboundWeights(saved_tensors_hooks):
 
     def __init__(self, weights: Tensors):
         super().__init__(self._pack, self._unpack)
-        self._names = {weight.untyped_storage().data_ptr(): name for name, weight in weights.items()}
+        self._spans: dict[int, list[tuple[int, int, str]]] = {}
+        """By address of a storage, which several weights may share: the first and last element of each weight."""
+        for name, weight in weights.items():
+            first = weight.storage_offset()
+            address = weight.untyped_storage().data_ptr()
+            self._spans.setdefault(address, []).append((first, first + weight.numel(), name))
         self.leaves = {name: stub(weight.detach()).requires_grad_() for name, weight in weights.items()}
         self.version = 0
         """The version that the forward reads."""
@@ -81,11 +86,15 @@ class ReboundWeights(saved_tensors_hooks):
         return {name: begin_at(self.leaves[name], weight.detach()) for name, weight in weights.items()}
 
     def _pack(self, tensor: Tensor) -> Tensor | _WeightView:
-        name = self._names.get(tensor.untyped_storage().data_ptr())
-        return tensor.detach() if name is None else _WeightView(name, tensor)
+        at = tensor.storage_offset()
+        for first, end, name in self._spans.get(tensor.untyped_storage().data_ptr(), ()):
+            if first <= at < end:
+                return _WeightView(name, tensor, at - first)
+        return tensor.detach()
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, _WeightView):
-            return torch.as_strided(self.bound[packed.name], *packed.layout)
+            weight = self.bound[packed.name]
+            return weight.as_strided(*packed.layout, weight.storage_offset() + packed.start)
         tensor: Tensor = packed
         return tensor

@@ -21,9 +21,9 @@ from pipedejavu.program.summation import chunks_of, summed_runs
 from pipedejavu.runtime.memory_group import sum_in_order
 from pipedejavu.runtime.traffic import Traffic
 
-WINDOW_BYTES = 64 << 20
-"""Memory for the chunks whose receives a summing machine posts ahead: Gloo announces each to its sender, and the
-announcement waits behind the data that is on its way."""
+WINDOW = 4
+"""Chunks whose receives a summing machine posts ahead. Gloo sends only what is posted, so this keeps the trainers at
+the same chunks, whatever share of the interface each connection gets."""
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _HEADER, _FIRST = 0, 1
 """Tags: of the size and format of a vector, and of its first chunk."""
@@ -92,8 +92,7 @@ class SummationService:
                 posted.append((chunk, number, parts, works))
                 return
 
-        longest = max((len(chunk) for _, _, chunk in self._chunks(numel, dtype.itemsize)), default=1) * dtype.itemsize
-        for _ in range(max(2, WINDOW_BYTES // (longest * len(self.trainers)))):
+        for _ in range(WINDOW):
             post()
         while posted:
             chunk, number, parts, works = posted.popleft()

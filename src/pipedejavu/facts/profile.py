@@ -200,9 +200,13 @@ class Profile(Record):
     units: tuple[Unit, ...] = Field(min_length=1)
     edges: tuple[Edge, ...] | None = None
     ties: tuple[Tie, ...] = ()
+    tp_sizes: tuple[int, ...] | None = None
+    """Numbers of devices over which its operators can be divided, of those that a search tries; None if not known."""
     batch: dict[str, Cost] = Field(default_factory=dict)
     """Time to make a microbatch's samples, by kind of device. The first unit's forward includes it; a worker with the
     last unit but not the first makes the samples too, for their targets."""
+    batch_bytes: PartBytes = 0.0
+    """Bytes of the first unit's inputs, per sample."""
     precision: str = "fp32"
     """The precision that times and bytes are of, as a plan prints it."""
     drift: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)

@@ -76,6 +76,8 @@ def measure_plan(
             torch.set_num_threads(num_threads(machine, names, worker))
             if not prepared:
                 prepared.append(open_model(options, plan))
+            if compiler := prepared[0].job.compiler:
+                compiler.has_parameters = machine.device(name).type == "gpu"
             beside = num_threads_beside(machine, names, worker)
             setup = MeasureSetup(kind, torch_device(machine, name), torch.get_num_threads(), beside)
             profile_json = _find_or_measure(options, plan, setup, prepared[0], budget, renews=renews).to_json().encode()

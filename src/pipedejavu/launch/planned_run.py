@@ -35,6 +35,7 @@ from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunStart
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.chosen_data import data_choice
+from pipedejavu.source.graph_plan import check_blocks
 from pipedejavu.source.initial_weights import describe_dtype
 from pipedejavu.source.model_source import check_sources
 from pipedejavu.source.precision import trained_dtype
@@ -96,10 +97,11 @@ def plan_run(
         plan = with_mode(plan, options.compile)
     else:
         measured = options, machine, names, ranks, prepared
-        plan, profile = _settle_compile(plan, *measured, steps=options.steps - start.step, renews=renews, eager=eager)
+        plan, profile = _settle_compile(plan, *measured, start=start, renews=renews, eager=eager)
         plan = plan.replace(decisions=(*plan.decisions, *explain_estimates(profile)))
     program = _compile(plan, profile, machine, ranks)
     check_runnable(program)
+    check_blocks(options.model, program)
     epochs = ""
     if options.epochs is not None:
         options, epochs = _count_steps(options, program, ranks, start, prepared)
@@ -129,6 +131,8 @@ def _count_steps(
     steps = max(1, start.step + -(-left // per_update))
     over = start.samples + (steps - start.step) * per_update - options.epochs * size
     more = f"; the last update has {over} samples of the next" if over > 0 else ""
+    if per_update > size:
+        more += "; an update takes more samples than an epoch has, and a smaller --batch makes more updates"
     return options.replace(steps=steps), (
         f"{options.epochs} {'epoch' if options.epochs == 1 else 'epochs'} of {size} samples: {steps} updates of"
         f" {per_update}{more}"
@@ -189,7 +193,7 @@ def _settle_compile(
     ranks: RankGroup,
     prepared: list[Prepared],
     *,
-    steps: int,
+    start: RunStart,
     renews: bool,
     eager: Profile | None = None,
 ) -> CompiledPlan:
@@ -204,6 +208,10 @@ def _settle_compile(
     if (asked := asked_plan(plan, options.compile)) is not None:
         return CompiledPlan(asked, eager if eager and not asked.is_compiled else measure(asked))
     eager = eager or measure(plan)
+    counted = options
+    if options.epochs is not None:
+        counted, _ = _count_steps(options, _compile(plan, eager, machine, ranks), ranks, start, prepared)
+    steps = counted.steps - start.step
     refused = refuse_compile(plan, eager, machine, steps)
     refused = Plan.from_json(ranks.broadcast(refused.to_json().encode()))  # hosts may differ in their compilers
     if refused.decisions != plan.decisions:

@@ -28,6 +28,7 @@ from pipedejavu.launch.rank_monitor import RankMonitor
 from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess, set_up_process
 from pipedejavu.one_device import start_rank
 from pipedejavu.planner.replan import PlanSwitch, Replanner, find_switch
+from pipedejavu.probe.machine_shape import num_cores
 from pipedejavu.program import ActionKind, Program
 from pipedejavu.program.share import cut_evenly
 from pipedejavu.run.live_view import WorkerPanel
@@ -43,6 +44,7 @@ from pipedejavu.run.throughput import RoundTimes, ThroughputMonitor, times_of
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.run.worker_result import WorkerResult
 from pipedejavu.session.training_session import RankWorker, TrainingSession
+from pipedejavu.source.graph_plan import load_for_gpu
 from pipedejavu.source.task import Prepared, SteadyBatches, num_kept, prepare
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 
@@ -92,6 +94,8 @@ class Rank:
         self.job, self.order = prepared or prepare(first, program.sizes, program.plan.cut.begins)
         self.state = WholeState(self.order.task.model, self.job.units)
         self.order.start(start.step, start.samples)
+        if device_of(program, self.rank).type == "cuda":
+            load_for_gpu(self.order.task.data, max(1, num_cores() // 2))
         self.evaluation = RankEvaluation(options, program, self.order) if options.has_evaluation else None
         self.paused_s = 0.0
         """Time that evaluations have taken."""

@@ -109,6 +109,16 @@ class Plan(Record):
         return "expert" in self.cut.layouts
 
     @property
+    def divides_sequence(self) -> bool:
+        """Whether shards divide all activations, those between divided operators too."""
+        return "sequence" in self.cut.layouts or self.divides_only_sequence
+
+    @property
+    def divides_only_sequence(self) -> bool:
+        """Whether shards divide activations along the sequence, and each holds all parameters."""
+        return "context" in self.cut.layouts
+
+    @property
     def tensor_shards(self) -> int:
         """Workers that divide the operators of one replica; 1 if the shards are replicas with different experts."""
         return 1 if self.divides_experts else self.place.shards

@@ -7,7 +7,7 @@ compiled units are measured only if that could pay.
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
 from pipedejavu.facts import InputError, Machine, Profile, UnitTime, format_seconds
@@ -67,6 +67,19 @@ def decide_compile(plan: Plan, eager: Profile, compiled: Profile, machine: Machi
     reason = f"{gain}, which repays about {format_seconds(cost_s)} of compiling within {steps} steps"
     decision = Decision(axis="compile", choice="on", reason=reason)
     return CompiledPlan(plan.replace(is_compiled=True, decisions=(*plan.decisions, decision)), compiled)
+
+
+def settle_compile(
+    plan: Plan, eager: Profile | None, machine: Machine, mode: CompileMode, measure: Callable[[bool], Profile]
+) -> CompiledPlan:
+    """Decides whether the units of a plan are compiled, for a loop of unknown length; measures what is not known."""
+    if (asked := asked_plan(plan, mode)) is not None:
+        return CompiledPlan(asked, eager if eager and not asked.is_compiled else measure(asked.is_compiled))
+    eager = eager or measure(False)
+    refused = refuse_compile(plan, eager, machine, None)
+    if refused.decisions != plan.decisions:
+        return CompiledPlan(refused, eager)
+    return decide_compile(plan, eager, measure(True), machine, None)
 
 
 def with_times(eager: Profile, compiled: Profile, samples: int) -> Profile:

@@ -36,6 +36,7 @@ from pipedejavu.profile import (
 )
 from pipedejavu.profile.measured_unit import Report
 from pipedejavu.profile.time_budget import TimeBudget
+from pipedejavu.profile.tp_size import tp_sizes
 from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
@@ -90,7 +91,7 @@ def measure_model(
     setups = [MeasureSetup(kind, device, torch.get_num_threads()) for kind, device in kinds.items()]
     profile = measure_with(model, unit_samples, job, [*setups, *fractions], report, budget=budget)
     return Profiled(
-        profile.replace(begins=begins),
+        profile.replace(begins=begins, tp_sizes=_tp_sizes(unit_samples[-1], machine)),
         machine,
         tuple(unit_sample.samples for unit_sample in unit_samples),
         describe_form(_batch(task, 1)[0]),
@@ -184,7 +185,13 @@ def measure_task(
     make = partial(draw, task.data, 0)
     job = _job(unit_samples[-1])
     profile = measure_with(model, unit_samples, job, setups, report, make, precision, budget=budget)
-    return profile.replace(begins=begins)
+    return profile.replace(begins=begins, tp_sizes=_tp_sizes(unit_samples[-1], this_machine()))
+
+
+def _tp_sizes(unit_sample: UnitSample, machine: Machine) -> tuple[int, ...] | None:
+    """Returns the numbers of devices that can divide operators; None on a machine with fewer than two GPUs."""
+    several = sum(device.type == "gpu" for device in machine.devices) > 1
+    return tp_sizes(unit_sample.units, unit_sample.inputs) if several else None
 
 
 def _unit_samples(
@@ -254,7 +261,7 @@ def estimate_task(
     assert cut is not None
     job = _job(unit_samples[-1])
     profile = estimate_units(name, unit_samples, job.ties, rates, report, precision, is_fused=is_fused)
-    profile = profile.replace(begins=cut.begins)
+    profile = profile.replace(begins=cut.begins, tp_sizes=_tp_sizes(unit_samples[-1], machine))
     sizes = [unit_sample.samples for unit_sample in unit_samples]
     return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))
 

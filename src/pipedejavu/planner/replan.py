@@ -134,6 +134,9 @@ def find_switch(
     """
     profile, machine = with_measured(program, slowdowns)
     now_s = simulate(replace(program, profile=profile, machine=machine)).makespan_s
+    if revived := _revive(program, profile, machine, slowdowns, now_s):
+        is_worth = (now_s - revived.then_s) * steps >= switch_s(profile, start_s)
+        return revived if revived.then_s <= (1 - MARGIN) * now_s and is_worth else None
     best = first_runnable(
         search(profile, machine, search_options_for(program, samples, num_workers)).candidates, num_workers
     )
@@ -143,6 +146,30 @@ def find_switch(
     times = f"worker {worst} on {program.devices[worst]} takes {slowdowns[worst]:.1f} times its forecast"
     gain = f"forecast {format_seconds(best.time_s)} a step instead of {format_seconds(now_s)}"
     return PlanSwitch.to(best, program.plan, now_s, f"{times}: the run goes on under plan '{best.plan.name}', {gain}")
+
+
+def _revive(
+    program: Program, profile: Profile, machine: Machine, slowdowns: Sequence[float], now_s: float
+) -> PlanSwitch | None:
+    """Returns the switch to the shares with which a replica that got no samples gets some, by measured costs.
+
+    None if no replica is idle, if shares are forced, or if leaving it idle is still the fastest.
+    """
+    plan = program.plan
+    if plan.feed.kind != "share" or not plan.feed.is_controlled or all(program.parts):
+        return None
+    again = compile_plan(plan.replace(feed=plan.feed.replace(shares=None)), profile, machine, fold=False)
+    back = [n for n, (now, then) in enumerate(zip(program.parts, again.parts, strict=True)) if then and not now]
+    if not back:
+        return None
+    then_s = simulate(again).makespan_s
+    counts = " + ".join(str(sum(part)) for part in again.parts)
+    reason = (
+        f"workers take {', '.join(f'{slowdown:.1f}' for slowdown in slowdowns)} times their forecast, so replica"
+        f" {' and '.join(map(str, back))}, idle so far, gets samples again: {counts}, forecast"
+        f" {format_seconds(then_s)} a step instead of {format_seconds(now_s)}"
+    )
+    return PlanSwitch(plan=again.plan, profile=profile, machine=machine, now_s=now_s, then_s=then_s, reason=reason)
 
 
 def relieve(

@@ -91,7 +91,8 @@ class MeasuredUnit:
         module = copy.deepcopy(self.module).to(device)
         if self.compiler is None:
             return module, self.head
-        return _CompiledUnit(self.name, _with_leaves(module), self.head, self.compiler), None
+        module = module if self.compiler.has_parameters else _with_leaves(module)
+        return _CompiledUnit(self.name, module, self.head, self.compiler), None
 
     def run(self, device: torch.device, enough_s: float, fewest: int) -> float:
         """Times passes on a copy of the unit; returns the time of forward and backward, summed over all equal units."""
@@ -113,7 +114,7 @@ class MeasuredUnit:
 
 
 def _with_leaves(module: nn.Module) -> nn.Module:
-    """Replaces a module's parameters by plain tensors, as workers do: compiled code is for one of the two."""
+    """Replaces a module's parameters by plain tensors, as the engine's workers do."""
     leaves: dict[int, Tensor] = {}
     parameters = [*module.parameters()]  # keeps ids unique
     for part in module.modules():

@@ -46,7 +46,7 @@ def estimate_units(
     """
     last = unit_samples[-1]
     form = ComputeFormat.of(precision, [module for _, module in last.units])
-    with form.context(torch.device("cpu"), caches=False):
+    with form.context(torch.device("cpu")):
         counted = {unit_sample.samples: _count_sample(unit_sample, report, form) for unit_sample in unit_samples}
     units = []
     for index, (unit, module) in enumerate(last.units):

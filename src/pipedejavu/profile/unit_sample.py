@@ -30,6 +30,11 @@ class UnitSample:
         """Samples in the microbatch."""
         return next(len(leaf) for leaf in pytree.tree_leaves(self.targets) if isinstance(leaf, Tensor))
 
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs of the first unit."""
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(self.inputs) if isinstance(leaf, Tensor))
+
     def head(self, index: int, targets: Any) -> LossHead | None:
         """Returns the loss of the last unit's output, None for the other units."""
         return LossHead(self.loss, targets) if index == len(self.units) - 1 else None

@@ -59,7 +59,7 @@ def measure_profile(
         # GPUs come first: they may rule out the CPU.
         for n, (kind, device) in enumerate(sorted(kinds.items(), key=lambda item: item[1].type == "cpu")):
             part = budget.part(1 / (len(kinds) - n))
-            with (around or {}).get(kind, nullcontext)(), form.context(device, caches=False), allowed_tf32(precision):
+            with (around or {}).get(kind, nullcontext)(), form.context(device), allowed_tf32(precision):
                 measured.append(measure_kind(kind, device, setting, part, measured))
                 forms.append(_head_forms(measured, forms, last.samples, part))
     profile = Profile(
@@ -68,6 +68,7 @@ def measure_profile(
         ties=describe_ties(ties, last.units, form),
         drift={each.kind: each.drift for each in measured if each.drift is not None},
         head_forms=merge_forms(forms, 0),
+        batch_bytes=last.input_bytes / last.samples,
         precision=str(precision),
         estimated={each.kind: each.estimated for each in measured if each.estimated},
     )

@@ -75,7 +75,7 @@ class _UpdatePass:
             yield from self._streamed_update(key)
 
     def _updates_at(self, update: int, position: int) -> bool:
-        if self.plan.is_flush_free:
+        if self.plan.is_flush_free and self.plan.reduce.clip == "none":  # a norm is that of all pieces of the worker
             a = self.actions[position]
             return a.kind in GRADIENT_KINDS and self.last_gradient[(a.piece, a.replica), update] == position
         return self.last_action[update] == position

@@ -144,9 +144,13 @@ def _curves(rows: Sequence[StudyRow], axis: int) -> list[Curve]:
 
 
 def _compared(title: str, rows: Sequence[StudyRow]) -> list[Compared]:
-    known = {"pipedream": "no loss of accuracy (image models)", "spectrain": "restores it, with momentum SGD",
-             "pipemare": "within 0.1 to 0.3 points, with T1 to T3", "dc-asgd": "close to sequential SGD",
-             "pipedream-2bw": "like data parallelism"}  # fmt: skip
+    known = {
+        "pipedream": "the accuracy of data parallelism",
+        "pipedream-2bw": "the quality of data parallelism",
+        "spectrain": "hardly any loss of accuracy, with momentum SGD",
+        "pipemare": "similar quality, together with rates by delay and a warm-up",
+        "dc-asgd": "nearly that of sequential SGD",
+    }
     exact = rows[0].accuracies
     found = []
     for row in (row for row in rows if row.algorithm.name in known and row.courses):

@@ -35,18 +35,24 @@ class Setting(NamedTuple):
 
 
 class Experiment(NamedTuple):
-    """An experiment, and the module of this room whose `run` takes a setting and returns findings."""
+    """An experiment, and the module of this room that has a function from a setting to findings."""
 
     name: str
     title: str
     module: str
     needs: tuple[str, ...] = ("torch", "sklearn")
     """Packages."""
+    function: str = "run"
 
 
 EXPERIMENTS = (
     Experiment("mlp-sync", "An MLP on a CPU and a GPU, not synchronised and synchronised", "mlp_sync"),
     Experiment("gpt-forward", "Ten forward passes of a GPT of 10 layers, by device", "gpt_forward", ("torch",)),
+    Experiment("vgg19", "VGG19 on CIFAR-10", "model_training", function="run_vgg19"),
+    Experiment("bert", "A BERT on text", "model_training", function="run_bert"),
+    Experiment("encoder-decoder", "An encoder-decoder on text", "model_training", function="run_encoder_decoder"),
+    Experiment("splits", "Analytical and naive splits of deep networks", "split_study", ("torch",)),
+    Experiment("initialisations", "Parallel random initialisations", "initialisation_study"),
     Experiment("accuracy", "Accuracy against time of training algorithms and corrections", "accuracy_study"),
     Experiment("predictors", "Predictors of time and memory", "predictor_study"),
 )
@@ -64,7 +70,7 @@ def run_experiment(chosen: Experiment, setting: Setting) -> ExperimentFindings:
     """Runs an experiment; raises InputError if a package that it needs is not installed."""
     check_packages(chosen)
     started = time.perf_counter()
-    findings: ExperimentFindings = import_module(f"{__package__}.{chosen.module}").run(setting)
+    findings: ExperimentFindings = getattr(import_module(f"{__package__}.{chosen.module}"), chosen.function)(setting)
     return findings._replace(name=chosen.name, title=chosen.title, time_s=time.perf_counter() - started)
 
 

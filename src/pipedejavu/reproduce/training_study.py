@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +99,7 @@ class Course:
 
     program: Program
     losses: list[float] = field(default_factory=list)
-    """Mean training loss of each update, over the microbatches that have one."""
+    """Mean training loss of each update, over its samples or tokens."""
     evaluations: list[Evaluated] = field(default_factory=list)
     logs: Sequence[Log] = ()
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -193,9 +192,10 @@ class StudyRun:
 def _losses(threads: Threads, batches: SampleOrder) -> list[float]:
     """Returns the mean loss of each update of the last round, and forgets them."""
     size = threads.program.update_size
-    found: dict[int, list[float]] = {}
+    found: dict[int, list[tuple[float, int]]] = {}
     for handlers in threads.handlers:
         for number, loss in handlers.log.losses.items():
-            found.setdefault(number // size, []).append(loss / batches.count(number))
+            found.setdefault(number // size, []).append((loss, batches.count(number)))
         handlers.log.forget_losses()
-    return [fmean(losses) if all(map(math.isfinite, losses)) else math.nan for _, losses in sorted(found.items())]
+    sums = [[sum(column) for column in zip(*pairs, strict=True)] for _, pairs in sorted(found.items())]
+    return [loss / count if math.isfinite(loss) else math.nan for loss, count in sums]

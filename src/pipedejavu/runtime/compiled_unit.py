@@ -82,6 +82,9 @@ class UnitCompiler:
 
     def __init__(self, say: Callable[[str], None] = tell):
         self.say = say
+        self.has_parameters = False
+        """Whether units run on the Parameters of their modules, as those of one GPU and its host do, and not on plain
+        tensors, as the engine's: compiled code is for one of the two."""
         self.compile_s = 0.0
         """Time of the first calls on each kind of input, which compile."""
         self._forms: dict[Hashable, _Form] = {}

@@ -43,11 +43,14 @@ class ComputeFormat:
             return cls(None, False, precision.is_split, sums_wide, precision)
         return cls(_DTYPES.get(precision.compute), precision.is_split, precision.is_split, sums_wide, precision)
 
-    def context(self, device: torch.device, *, caches: bool = True) -> AbstractContextManager[object]:
-        """Returns the context in which units and the loss run on a device; `caches` keeps casts of weights in it."""
-        return (
-            nullcontext() if self.autocast is None else torch.autocast(device.type, self.autocast, cache_enabled=caches)
-        )
+    def context(self, device: torch.device) -> AbstractContextManager[object]:
+        """Returns the context in which units and the loss run on a device.
+
+        It keeps no casts of weights, which a pass uses once, so that repeated passes are timed as they run.
+        """
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(device.type, self.autocast, cache_enabled=False)
 
     def weight_bytes(self, module: nn.Module) -> int:
         """Returns the bytes of a module's parameters, as it computes with them."""

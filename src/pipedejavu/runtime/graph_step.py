@@ -109,16 +109,20 @@ class GatheredProduct(Step):
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
         pack, unpack = outer or (_same, _same)
 
+        address, count = whole.data_ptr(), whole.numel()  # autograd keeps `save`, which must not keep the tensor
+
         def save(tensor: Tensor) -> Any:
-            if tensor.numel() == whole.numel() and tensor.data_ptr() == whole.data_ptr():
+            if tensor.numel() == count and tensor.data_ptr() == address:
                 return source.save(), pack(source.part), tensor.shape, tensor.dtype
             return pack(tensor)
 
         def load(saved: Any) -> Tensor:
             if not (isinstance(saved, tuple) and saved and isinstance(saved[0], Regather)):
-                return unpack(saved)  # type: ignore[no-any-return]
+                tensor: Tensor = unpack(saved)
+                return tensor
             kept, part, shape, dtype = saved
-            return kept.whole(unpack(part)).to(dtype).view(shape)
+            whole: Tensor = kept.whole(unpack(part))
+            return whole.to(dtype).view(shape)
 
         with saved_tensors_hooks(save, load):
             product: Tensor = target(*args[:position], whole, *args[position + 1 :])

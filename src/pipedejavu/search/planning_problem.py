@@ -82,7 +82,8 @@ def _with_tp_groups(problem: PlanningProblem, devices: list[Device]) -> Iterator
             equal.setdefault((device.host, device.kind), []).append(device)
     profile, machine = problem.profile, problem.machine
     every = []
-    for size in TP_SIZES:
+    known = problem.profile.tp_sizes
+    for size in (n for n in TP_SIZES if known is None or n in known):
         tp_groups = [gpus[i : i + size] for gpus in equal.values() for i in range(0, len(gpus) - size + 1, size)]
         if not tp_groups:
             break

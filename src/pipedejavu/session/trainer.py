@@ -330,7 +330,7 @@ class Trainer:
         check_tokenizer(tokenizer)
         ranks = self._ranks
         if ranks is not None:
-            ranks.agree("save")
+            ranks.agree_on("save", folder)
         self._check_sound()
         self._check_replicas()
         norm, groups = self._session.take_norm(), self._groups.facts() if self._groups else {}

@@ -16,7 +16,7 @@ from pipedejavu.facts.printable import tell
 from pipedejavu.model_check.check import Checked, Sample
 from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.compile_choice import CompiledPlan, CompileMode, asked_plan, decide_compile, refuse_compile
+from pipedejavu.planner.compile_choice import CompileMode, settle_compile
 from pipedejavu.planner.measure import explain_estimates, measure
 from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, kept_profile, known_machine, measure_setups
 from pipedejavu.planner.precision_choice import with_precision
@@ -254,7 +254,9 @@ class TrainerPlan:
         )
         best = choose_plan(self._measure(loss, batch, machine), machine, question)
 
-        used = {best.machine.device(name).kind for name in assign_devices(best.plan, best.machine)}
+        devices = [best.machine.device(name) for name in assign_devices(best.plan, best.machine)]
+        used = {device.kind for device in devices}
+        self.compiler.has_parameters = len(devices) == 1 and devices[0].type == "gpu"
 
         def measure_units(is_compiled: bool) -> Profile:
             return self._measure(loss, batch, machine, used, is_compiled=is_compiled, most=best.plan.feed.samples)
@@ -308,19 +310,6 @@ class TrainerPlan:
     def _precision(self, machine: Machine) -> Plan:
         """Returns a plan with the precision of the plans to search."""
         return with_precision(Plan(), self.options.precision, machine.devices, dtype=trained_dtype(self.model))
-
-
-def settle_compile(
-    plan: Plan, eager: Profile | None, machine: Machine, mode: CompileMode, measure: Callable[[bool], Profile]
-) -> CompiledPlan:
-    """Decides whether the units of a plan are compiled, for a loop of unknown length; measures what is not known."""
-    if (asked := asked_plan(plan, mode)) is not None:
-        return CompiledPlan(asked, eager if eager and not asked.is_compiled else measure(asked.is_compiled))
-    eager = eager or measure(False)
-    refused = refuse_compile(plan, eager, machine, None)
-    if refused.decisions != plan.decisions:
-        return CompiledPlan(refused, eager)
-    return decide_compile(plan, eager, measure(True), machine, None)
 
 
 def may_pad(plan: Plan) -> bool:

@@ -12,6 +12,7 @@ import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
@@ -86,6 +87,16 @@ class TrainerRanks:
                 " the Trainer, state_dict() of its model included, with as many batches on each"
             )
         return [row[1:] for row in table]
+
+    def agree_on(self, call: str, folder: str | Path) -> None:
+        """Raises InputError on all ranks unless all make the same call with the same folder."""
+        path = str(Path(folder).absolute())
+        if len({digest for digest, _ in self.agree(call, zlib.crc32(path.encode()))}) > 1:
+            self._is_over = True
+            raise InputError(
+                f"the ranks call {call} with different folders, rank {self.rank} with {path}; give all ranks one folder"
+                " that all of them see, not a temporary one of their own"
+            )
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Returns the sum of each value over all ranks."""

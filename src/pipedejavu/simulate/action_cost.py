@@ -13,8 +13,8 @@ from pipedejavu.program.action import COMPUTE_KINDS, GRADIENT_KINDS, RECV
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.program import shard_group
 from pipedejavu.program.summation import interface_share
-from pipedejavu.program.tp_group import NUM_ALL_REDUCES
 from pipedejavu.simulate.correction_cost import added_updates
+from pipedejavu.simulate.unit_traffic import unit_collectives
 
 
 class ActionWork(NamedTuple):
@@ -160,7 +160,7 @@ class ActionCosts:
         return ActionWork(0.0, time, issue_s=issue)
 
     def _sums(self, a: Action, samples: float) -> float:
-        """Returns the time of the sums inside a piece's divided operators: two of a unit's output per pass."""
+        """Returns the time of the collectives inside a piece's divided units."""
         if self.plan.tensor_shards == 1 or a.kind == ActionKind.WEIGHT_BACKWARD:
             return 0.0
         group = self.program.groups.get(shard_group(self.program.pieces[a.piece].stage, a.replica))
@@ -168,9 +168,13 @@ class ActionCosts:
         if group is None or not routes:
             return 0.0
         latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
-        rounds, volume = TRAFFIC["all-reduce"](len(group.workers))
-        sizes = [self.program.profile.units[u].boundary_bytes * samples for u in self.program.pieces[a.piece].units]
-        return math.fsum(NUM_ALL_REDUCES * (rounds * latency + volume * size / rate) for size in sizes)
+        units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
+        is_backward = a.kind in (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
+        times = []
+        for name, size in (row for u in units for row in unit_collectives(self.plan, u, samples, is_backward)):
+            rounds, volume = TRAFFIC[name](len(group.workers))
+            times.append(rounds * latency + volume * size / rate)
+        return math.fsum(times)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
         """Whether a worker loads samples only for their targets: it has the last piece but not the first."""
@@ -211,11 +215,19 @@ class ActionCosts:
         ends = [(self.machine.cpu_of(device).name, device.name) for device in devices]
         routes = [self.machine.route(h, d) if a.kind == ActionKind.FETCH else self.machine.route(d, h) for h, d in ends]
         work = _transfer(routes, self.sizes.moved(a))
+        if a.what == ValueKind.BATCH:
+            return self._with_loading(work, a, devices[0])
         measured = [t.copy_s.get(f"{a.kind}:{a.what}") for t in self._times(a, devices[0].kind)]
         known = [time for time in measured if time is not None]
         if len(known) < len(measured):
             return work
         return work._replace(latency_s=0.0, time_s=sum(known) * max(work.loads, default=1))
+
+    def _with_loading(self, copy: ActionWork, a: Action, device: Device) -> ActionWork:
+        """Returns the work of the two stages that bring samples: while one batch is copied, the host makes the next."""
+        loading = self.program.profile.batch.get(self.machine.cpu_of(device).kind)
+        loading_s = loading.at(self.sizes.samples(a.microbatch)) if loading else 0.0
+        return copy._replace(time_s=max(copy.time_s, loading_s))
 
     def _copies(self, worker: int) -> range:
         """Returns the workers that a worker of a folded program stands for."""

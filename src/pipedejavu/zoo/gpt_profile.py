@@ -82,7 +82,10 @@ def profile_of(name: str, shape: Shape, machine: Machine, constants: GptConstant
     embedding, block, head = (_unit(work, shape, kinds, constants) for work in (_embedding, _block, _head))
     blocks = (block.replace(name=f"block{n}") for n in range(shape.layers))
     return Profile(
-        name=name, units=(embedding, *blocks, head), error={kind: _error(device) for kind, device in kinds.items()}
+        name=name,
+        units=(embedding, *blocks, head),
+        tp_sizes=tuple(size for size in TP_SIZES if shape.heads % size == 0),
+        error={kind: _error(device) for kind, device in kinds.items()},
     )
 
 

@@ -1,0 +1,26 @@
+"""What graph networks ask of a plan, and how their data uses the host."""
+
+from pipedejavu.facts import InputError
+from pipedejavu.program import ActionKind, Program, ValueKind
+from pipedejavu.zoo import Dataset, is_graph_model
+from pipedejavu.zoo.graph_sample import GraphSamples
+
+
+def check_blocks(model: str, program: Program) -> None:
+    """Raises InputError if a graph network's layers are on several workers.
+
+    Workers exchange the shapes of a value once, and a sampled block has other shapes in each microbatch.
+    """
+    sends = (a for worker in program.workers for a in worker.actions if a.kind == ActionKind.SEND)
+    if is_graph_model(model) and any(a.what == ValueKind.ACTIVATION for a in sends):
+        raise InputError(
+            f"plan '{program.plan.name}' cuts zoo:{model} into stages on several workers, which exchange values of one"
+            " shape, and each batch of a graph has another one; use a plan that keeps the model whole, such as"
+            " preset:hyscale, preset:ddp or preset:coarse"
+        )
+
+
+def load_for_gpu(data: Dataset, num_threads: int) -> None:
+    """Makes the data of a graph gather into pinned memory, with threads that the GPU's worker does not need."""
+    if isinstance(data, GraphSamples):
+        data.pins, data.num_threads = True, num_threads
