@@ -20,7 +20,7 @@ from pipedejavu.runtime.cuda_ipc import find_device
 from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
 from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.runtime.memory_slot import GpuEnds
-from pipedejavu.runtime.peer_socket import Address, PeerSocket, connect_all
+from pipedejavu.runtime.peer_socket import Address, PeerListener, PeerSocket, connect_all
 from pipedejavu.runtime.traffic import Counts, even_counts
 
 Edge = tuple[int, int]
@@ -53,12 +53,16 @@ class RankWire:
         self.receivers: dict[int, ReceiveEnd] = {}
         self.memory_groups: dict[str, MemoryGroup] = {}
         if listener is not None:
-            pairs = [edge for edge, choice in self.edges.items() if choice.kind.is_in_memory]
-            shared = [(n, pair) for n, r in members.items() if self.groups[n].kind.is_in_memory for pair in _pairs(r)]
-            addresses = {n: Address(end.name, end.secret) for n, end in enumerate(self.ends)}
-            sockets = connect_all(rank, listener, addresses, [*pairs, *(pair for _, pair in shared)])
-            self._open_channels(pairs, sockets)
-            self._open_groups(shared, {n - len(pairs): peer for n, peer in sockets.items() if n >= len(pairs)})
+            self._connect(listener, members)
+
+    def _connect(self, listener: PeerListener, members: dict[str, tuple[int, ...]]) -> None:
+        """Opens the channels and groups whose ranks share memory."""
+        pairs = [edge for edge, choice in self.edges.items() if choice.kind.is_in_memory]
+        shared = [(n, pair) for n, r in members.items() if self.groups[n].kind.is_in_memory for pair in _pairs(r)]
+        addresses = {n: Address(end.name, end.secret) for n, end in enumerate(self.ends)}
+        sockets = connect_all(self.rank, listener, addresses, [*pairs, *(pair for _, pair in shared)])
+        self._open_channels(pairs, sockets)
+        self._open_groups(shared, {n - len(pairs): peer for n, peer in sockets.items() if n >= len(pairs)})
 
     def _make_services(self, program: Program) -> None:
         """Makes the summation service of each group with helpers, of which the first trainer of each host is a part."""
@@ -103,7 +107,8 @@ class RankWire:
         """Whether what this lane transfers is issued to its stream, so that the lane's thread need not wait for it."""
         name = lane.removeprefix("net")
         if name.startswith("*"):
-            return name[1:] in self.groups and name[1:] not in self._norms and self.groups[name[1:]].kind.is_on_gpu
+            by_host = self._norms | self.host_groups.keys()
+            return name[1:] in self.groups and name[1:] not in by_host and self.groups[name[1:]].kind.is_on_gpu
         edge = (self.rank, int(name[1:])) if name.startswith(">") else (int(name[1:]), self.rank)
         return edge in self.edges and self.edges[edge].kind.is_on_gpu
 
