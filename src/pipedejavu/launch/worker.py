@@ -44,9 +44,8 @@ from pipedejavu.run.throughput import RoundTimes, ThroughputMonitor, times_of
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.run.worker_result import WorkerResult
 from pipedejavu.session.training_session import RankWorker, TrainingSession
-from pipedejavu.source.graph_plan import load_for_gpu
-from pipedejavu.source.read_ahead import ReadAhead
 from pipedejavu.source.host_threads import HostThreads
+from pipedejavu.source.read_ahead import ReadAhead
 from pipedejavu.source.task import Prepared, SteadyBatches, num_kept, prepare
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 
