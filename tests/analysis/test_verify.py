@@ -315,6 +315,10 @@ def moe(**changes) -> Plan:
     return preset("moe").plan.replace(**changes)
 
 
+def megatron(*layouts: str) -> Plan:
+    return preset("megatron").plan.replace(cut=Cut(kind="layout", layouts=layouts))
+
+
 BROKEN: list[tuple[Plan, str, str]] = [
     (
         preset("pipedream").plan.replace(keep=Keep(versions=1)),
@@ -338,8 +342,8 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("zeno").plan.replace(place=Place(replicas=4, servers=2)),
-        "combiner 'score-trim' scores a gradient with the whole model, which must be one piece on one server",
-        "use cut 'whole' and one server, and leave order.is_eager out",
+        "combiner 'score-trim' scores the gradients of a stage with the whole model, which must be on one server",
+        "use cut 'whole' or 'chain' and one server, and leave order.is_eager out",
     ),
     (
         preset("zeno").plan.replace(keep=Keep()),
@@ -775,6 +779,36 @@ BROKEN: list[tuple[Plan, str, str]] = [
         Plan(cut=Cut(capacity=1.25)),
         "cut.capacity limits the rows of experts, and cut 'whole(1.25)' divides none",
         "leave cut.capacity out, or use layout 'expert'",
+    ),
+    (
+        megatron("sequence"),
+        "cut 'sequence' divides the sequence or vocabulary beside heads, columns and rows, and has none of these",
+        "add 'head', 'row', 'col' and 'row' to cut.layouts, or use layout 'context'",
+    ),
+    (
+        megatron("context", "col"),
+        "layout 'context' divides all activations along the sequence, and cut 'context col' divides them otherwise too",
+        "leave the other layouts out, or use 'sequence' in place of 'context'",
+    ),
+    (
+        preset("1f1b").plan.replace(cut=Cut(kind="chain", layouts=("sequence",))),
+        "cut 'chain sequence' divides activations over the workers of tensor-parallel groups, and the place has none",
+        "set place.stage_shards, or leave cut.layouts out",
+    ),
+    (
+        preset("1f1b").plan.replace(cut=Cut(kind="chain", layouts=("col",))),
+        "cut 'chain col' names layouts of operators, which a chain finds in its tensor-parallel groups without names",
+        "leave all but 'sequence', 'vocabulary' and 'context' out of cut.layouts, or set cut.kind to 'layout'",
+    ),
+    (
+        megatron("col", "row", "vocabulary", "stationary-x"),
+        "cut 'col row vocabulary stationary-x' divides both channels of pictures and tokens",
+        "leave one of the two out of cut.layouts",
+    ),
+    (
+        megatron("head", "row", "col", "row", "vocabulary").replace(order=Order(head_chunks=4)),
+        "layout 'vocabulary' computes a cross-entropy of parts of the logits, and 4 chunks of the head need all",
+        "leave order.head_chunks out, or use layout 'sequence' without 'vocabulary'",
     ),
 ]
 

@@ -3,7 +3,7 @@
 import types
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, BeforeValidator
@@ -45,7 +45,9 @@ def numbers(kind: type[int] | type[float], metadata: tuple[Any, ...]) -> st.Sear
     if kind is int:
         return st.integers(least, 2**80 if most is None else most)
     is_open = any(isinstance(m, Gt) for m in metadata)
-    return st.floats(0 if is_open else least, most, allow_nan=False, allow_infinity=False, exclude_min=is_open)
+    least, below = 0 if is_open else least, next((m.lt for m in metadata if isinstance(m, Lt)), None)
+    most, is_below = (most, False) if below is None else (below, True)
+    return st.floats(least, most, allow_nan=False, allow_infinity=False, exclude_min=is_open, exclude_max=is_below)
 
 
 def records(record: type[BaseModel], **given_: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

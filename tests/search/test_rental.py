@@ -98,3 +98,20 @@ def test_a_machine_that_is_too_small_comes_last() -> None:
     )
     assert first.machine == "large"
     assert (last.best, last.refusal) == (None, "no plan fits")
+
+
+def test_energy_is_paid_for_at_the_stated_power() -> None:
+    goal = TrainingGoal(samples=1_200_000, energy_price=0.5, power_w={"fast": 300.0, "half": 100.0})
+    first, second = rentals(goal)
+    assert (first.machine, first.energy_kwh, first.cost) == ("a slow one", pytest.approx(0.8), pytest.approx(0.4))
+    assert (second.energy_kwh, second.cost) == pytest.approx((1.2, 0.6))
+    with pytest.raises(InputError, match=r"the power of 'half' is not known, .* give it \(--power half=W\)"):
+        rentals(goal.replace(power_w={"fast": 300.0}))
+
+
+def test_known_devices_state_their_power() -> None:
+    model = profile([1e-3] * 4, {"a100-80gb": 1.0})
+    where = machine(["a100-80gb"] * 2)
+    goal = TrainingGoal(samples=1_200_000, energy_price=1.0)
+    (only,) = compare_rentals([(model, where)], SearchOptions(batch=8, candidates=1), goal, search)
+    assert only.power_w == 800

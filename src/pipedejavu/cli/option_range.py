@@ -32,6 +32,7 @@ class OptionRange(NamedTuple):
 RANGES = {
     "batch": OptionRange("a number of samples"),
     "train_samples": OptionRange("a number of samples"),
+    "energy": OptionRange("a price per kWh", 0),
     "deadline": OptionRange("a number of hours", 0, is_open=True),
     "samples": OptionRange("a number of samples per microbatch"),
     "microbatches": OptionRange("a number of microbatches"),

@@ -38,6 +38,12 @@ class RentRequest:
         list[str] | None,
         typer.Option(help="Mean hours between failures of a kind of device, such as a100-80gb=500; repeatable."),
     ] = None
+    energy: Annotated[
+        float, typer.Option(help="Price per kWh; devices count with the power that their vendors state.")
+    ] = 0.0
+    power: Annotated[
+        list[str] | None, typer.Option(help="Power of a kind of device in watts, such as a100-80gb=350; repeatable.")
+    ] = None
     speed: Speeds = None
     time_budget: Annotated[float, typer.Option(help="Seconds for the search, per machine.")] = 30.0
     precision: Annotated[
@@ -54,6 +60,8 @@ class RentRequest:
             samples=self.train_samples,
             deadline_s=None if self.deadline is None else 3600 * self.deadline,
             failure_s={kind: 3600 * hours for kind, hours in failures.items()},
+            energy_price=self.energy,
+            power_w=read_amounts("power", self.power),
         )
 
 
@@ -81,14 +89,17 @@ def run(request: RentRequest) -> None:
     if request.as_json:
         print_json({"rentals": [_form(rental) for rental in rentals], "conclusion": conclude(rentals, goal)})
         return
-    _print(rentals, problems[0], goal, has_price=bool(prices))
+    _print(rentals, problems[0], goal, has_price=bool(prices or goal.energy_price))
 
 
 def _form(rental: Rental) -> dict[str, object]:
     form: dict[str, object] = json.loads(rental.model_dump_json(exclude={"best"}))
     if rental.best is None:
         return form | {"plan": None, "time_s": None, "cost": None}
-    return form | {"plan": rental.best.plan.name, "update_s": rental.best.time_s, "cost": rental.cost}
+    return form | {
+        "plan": rental.best.plan.name, "update_s": rental.best.time_s, "cost": rental.cost,
+        "energy_kwh": rental.energy_kwh,
+    }  # fmt: skip
 
 
 def _print(rentals: tuple[Rental, ...], problem: PlanInputs, goal: TrainingGoal, *, has_price: bool) -> None:
@@ -98,7 +109,8 @@ def _print(rentals: tuple[Rental, ...], problem: PlanInputs, goal: TrainingGoal,
         f"for {goal.samples:,} samples, {problem.options.batch} per update\n",
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    columns = ["samples/s", "time", *(["lost to failures"] if goal.failure_s else []), *(["cost"] if has_price else [])]
+    columns = ["samples/s", "time", *(["lost to failures"] if goal.failure_s else [])]
+    columns += [*(["kWh"] if goal.energy_price else []), *(["cost"] if has_price else [])]
     table.add_column("machine")
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
@@ -113,9 +125,10 @@ def _print(rentals: tuple[Rental, ...], problem: PlanInputs, goal: TrainingGoal,
 
 
 def _cells(rental: Rental, goal: TrainingGoal, *, has_price: bool) -> list[str]:
-    best, lost = rental.best, [f"{rental.lost_share:.1%}"] * bool(goal.failure_s)
+    best, more = rental.best, bool(goal.failure_s) + bool(goal.energy_price) + has_price
     if best is None:
-        return [rental.machine, "–", "–", *(["–"] * len(lost)), *(["–"] * has_price), rental.refusal]
+        return [rental.machine, *["–"] * (2 + more), rental.refusal]
+    lost = [f"{rental.lost_share:.1%}"] * bool(goal.failure_s) + [f"{rental.energy_kwh:,.0f}"] * bool(goal.energy_price)
     late = "" if rental.is_in_time else " (late)"
     cost = [f"{rental.cost:,.2f}"] * has_price
     return [
@@ -136,7 +149,7 @@ def conclude(rentals: tuple[Rental, ...], goal: TrainingGoal) -> str:
             f"None of them ends within {goal.deadline_s / 3600:g} h; {soonest.machine} comes nearest, with"
             f" {soonest.time_s / 3600:.2f} h."
         )
-    if not first.price_per_hour:
+    if not first.cost:
         return f"{first.machine} is the soonest, with {first.time_s / 3600:.2f} h (--price adds costs)."
     text = f"{first.machine} is the cheapest{' in time' if goal.deadline_s else ''}"
     if soonest is first:

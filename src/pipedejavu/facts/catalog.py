@@ -40,6 +40,8 @@ class KnownDevice(Record):
     """In one direction, over 16 lanes."""
     peer_bytes_per_s: BytesPerSecond = 0.0
     """NVLink between all such GPUs of a host, in one direction; zero if there is none."""
+    power_w: float = Field(gt=0)
+    """The power that the vendor states: of a GPU's board, or of a CPU's package at its base clock."""
     source: str = Field(min_length=1)
     efficiency: float | None = Field(default=None, gt=0, le=1)
     """Share of `flop_per_s` observed in training, counting recomputation; None if unknown."""

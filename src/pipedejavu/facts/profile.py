@@ -160,6 +160,8 @@ class Unit(Record):
     divided_sums: dict[str, DividedSums] = Field(default_factory=dict)
     """What it sends if its operators are divided, by layout and number of devices, such as 'pairs/4'; a division that
     is missing takes two all-reduces of the output in each pass."""
+    num_attentions: int | None = Field(default=None, ge=0)
+    """Attentions in its forward, and softmaxes, which may be parts of attentions; None if not known."""
     activation_bytes: PartBytes = 0.0
     """Bytes that autograd saves for the backward pass, per sample."""
     replicated_bytes: PartBytes = 0.0

@@ -9,7 +9,7 @@ from math import exp, expm1, inf, sqrt
 
 from pydantic import Field
 
-from pipedejavu.facts import InputError, Machine, Profile, Record
+from pipedejavu.facts import InputError, Machine, Profile, Record, known_device
 from pipedejavu.facts.quantity import Seconds
 from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.search_result import RankedPlan, SearchResult
@@ -31,6 +31,10 @@ class TrainingGoal(Record):
     """Most time for it."""
     failure_s: dict[str, float] = Field(default_factory=dict)
     """Mean time between failures of one device, by kind; others do not fail."""
+    energy_price: float = Field(default=0.0, ge=0)
+    """Price per kWh."""
+    power_w: dict[str, float] = Field(default_factory=dict)
+    """Power of one device, by kind; otherwise the stated one."""
 
 
 class Rental(Record):
@@ -43,6 +47,10 @@ class Rental(Record):
     """Why there is no plan."""
     price_per_hour: float = 0.0
     """Of all devices of the machine, also of those that the plan leaves idle."""
+    power_w: float = 0.0
+    """Of all devices at their stated power, if energy has a price."""
+    energy_price: float = 0.0
+    """Price per kWh."""
     time_s: float = inf
     """Expected time of the whole training, with checkpoints and failures."""
     lost_share: float = 0.0
@@ -51,9 +59,14 @@ class Rental(Record):
     """Whether it ends by the deadline."""
 
     @property
+    def energy_kwh(self) -> float:
+        """The energy of the whole training, at most: devices draw less than their stated power now and then."""
+        return self.power_w * self.time_s / 3.6e6
+
+    @property
     def cost(self) -> float:
-        """The price of the whole training."""
-        return self.price_per_hour * self.time_s / 3600
+        """The price of the whole training, with its energy."""
+        return self.price_per_hour * self.time_s / 3600 + self.energy_price * self.energy_kwh
 
 
 def compare_rentals(
@@ -65,7 +78,7 @@ def compare_rentals(
     a machine has none.
     """
     kinds = {device.kind for _, machine in problems for device in machine.devices}
-    for what, given in (("price", options.prices), ("failures", goal.failure_s)):
+    for what, given in (("price", options.prices), ("failures", goal.failure_s), ("power", goal.power_w)):
         if unknown := sorted(given.keys() - kinds):
             raise InputError(
                 f"--{what} names '{unknown[0]}', which none of the machines has; they have {', '.join(sorted(kinds))}"
@@ -88,7 +101,7 @@ def _rank(rental: Rental) -> tuple[float, float]:
 def _rental(
     profile: Profile, machine: Machine, options: SearchOptions, goal: TrainingGoal, search_one: SearchOne
 ) -> Rental:
-    price = _price_per_hour(machine, options)
+    price, power_w = _price_per_hour(machine, options), _power_of(machine, goal)
     result = search_one(profile, machine, options)
     best = result.best
     if best is None:
@@ -100,6 +113,8 @@ def _rental(
         machine=machine.name,
         best=best,
         price_per_hour=price,
+        power_w=power_w,
+        energy_price=goal.energy_price,
         time_s=time_s,
         lost_share=1 - work_s / time_s if time_s else 0.0,
         is_in_time=goal.deadline_s is None or time_s <= goal.deadline_s,
@@ -108,6 +123,24 @@ def _rental(
 
 def _price_per_hour(machine: Machine, options: SearchOptions) -> float:
     return sum(options.prices.get(device.kind, 0.0) for device in machine.devices)
+
+
+def _power_of(machine: Machine, goal: TrainingGoal) -> float:
+    """Returns the power of all devices of a machine if energy has a price; raises InputError if one is not known."""
+    if not goal.energy_price:
+        return 0.0
+    total_w = 0.0
+    for device in machine.devices:
+        if device.kind in goal.power_w:
+            total_w += goal.power_w[device.kind]
+            continue
+        try:
+            total_w += known_device(device.kind, device.type).power_w
+        except InputError:
+            raise InputError(
+                f"the power of '{device.kind}' is not known, and energy has a price; give it (--power {device.kind}=W)"
+            ) from None
+    return total_w
 
 
 def failure_of(machine: Machine, failure_s: Mapping[str, float]) -> float:
