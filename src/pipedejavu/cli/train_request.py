@@ -42,7 +42,7 @@ class TrainRequest:
     ] = None
     trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None
     byzantine: Annotated[
-        str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR]; sign-flip, scale or random.")
+        str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR][@STAGE[:SENT]], such as 2:sign-flip.")
     ] = None
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, in place of --steps.")] = None

@@ -44,7 +44,7 @@ from pipedejavu.run.throughput import RoundTimes, ThroughputMonitor, times_of
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.run.worker_result import WorkerResult
 from pipedejavu.session.training_session import RankWorker, TrainingSession
-from pipedejavu.source.graph_plan import load_for_gpu
+from pipedejavu.source.host_threads import HostThreads
 from pipedejavu.source.read_ahead import ReadAhead
 from pipedejavu.source.task import Prepared, SteadyBatches, num_kept, prepare
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
@@ -95,8 +95,7 @@ class Rank:
         self.job, self.order = prepared or prepare(first, program.sizes, program.plan.cut.begins)
         self.state = WholeState(self.order.task.model, self.job.units)
         self.order.start(start.step, start.samples)
-        if device_of(program, self.rank).type == "cuda":
-            load_for_gpu(self.order.task.data, max(1, num_cores() // 2))
+        self.host_threads = HostThreads(program, self.rank, self.order.task.data, num_cores())
         self.evaluation = RankEvaluation(options, program, self.order) if options.has_evaluation else None
         self.paused_s = 0.0
         """Time that evaluations have taken."""
@@ -360,8 +359,13 @@ class Rank:
         passes = (ActionKind.FORWARD, ActionKind.BACKWARD)
         busy = [s.end_s for s in spans if s.lane == "compute" and s.action.startswith(passes)]
         ends = [max(busy, default=0.0) if self.rank in pipeline else 0.0 for pipeline in pipelines]
-        times = torch.tensor(ends, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
+        stages = self.host_threads.times(spans) if self.host_threads.is_followed else []
+        measured = torch.tensor([*ends, *stages], dtype=torch.float64)
+        dist.all_reduce(measured, dist.ReduceOp.MAX)
+        times, stage_times = measured[: len(ends)], measured[len(ends) :]
+        table = self.host_threads.follow(stage_times.tolist()) if stages else ""
+        if table and self.rank == 0:
+            self.folder.add_metrics({"threads": table})
         counts = [sum(part) for part in parts]
         bounds = [(len(part), len(part) * plan.feed.samples) for part in parts]
         following = adjusted_counts(counts, times.tolist(), bounds)
