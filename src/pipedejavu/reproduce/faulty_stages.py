@@ -123,7 +123,7 @@ def _replicated(
     faults = _REPLICA_FAULTS
     if setting.scale == "quick":
         faults = {name: faults[name] for name in ("no fault", "errors, sign")}
-    rows, compared, curves = [], [], []
+    rows, compared, curves = list[tuple[str, ...]](), list[Compared](), list[Curve]()
     for name, fault in faults.items():
         setting.report(f"{REPLICAS} pipelines: {name}")
         mean, scored = (_train(wide, setting, replicated(c), updates, fault) for c in ("sum", "score-trim"))

@@ -49,7 +49,7 @@ class TrainingStudy:
     test: Dataset | None = None
     most_tested: int = 256
     machine: Machine = field(default_factory=lambda: hosts_with_cpus())
-    devices: Sequence[str] = tuple(f"h{host}/cpu" for host in range(HOSTS))
+    devices: tuple[str, ...] = tuple(f"h{host}/cpu" for host in range(HOSTS))
     """The device of each worker, in order."""
 
     def task(self, seed: int, device: str | None = None) -> Task:
@@ -66,7 +66,7 @@ class TrainingStudy:
         """Compiles a plan with one worker per device; workers that share weights are on the first one."""
         is_shared = plan.keep.kind == "shared"
         devices = self.devices[:1] * plan.num_workers if is_shared else self.devices[: plan.num_workers]
-        place = plan.place.replace(devices=tuple(devices))
+        place = plan.place.replace(devices=devices)
         return compile_plan(plan.replace(place=place), self.profile, self.machine, fold=False)
 
     def simulated_s(self, program: Program) -> float:
