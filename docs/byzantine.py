@@ -59,7 +59,8 @@ def measure_once() -> tuple[Profile, Machine]:
     """Measures the model once, on as many workers as any plan has."""
     plan, machine = make_machine(plan_of(1), read_worker_hosts(REPLICAS + 1), "cpu")
     job, batches = prepare((SAMPLES,))
-    return measure("mlp", job, plan, batches.first, batches.task.data.batch, {"cpu": torch.device("cpu")}), machine
+    make = batches.task.data.batch
+    return measure("mlp", job, plan, batches.first, make, {"cpu": torch.device("cpu")}), machine
 
 
 def train(known: tuple[Profile, Machine], fault: str | None, trim: int | None) -> Run:
@@ -149,10 +150,11 @@ optimizer itself divides by the size.
 `sign-flip` sends −FACTOR times the gradient, `scale` sends FACTOR times the gradient, `random` sends noise with FACTOR
 times its size. FACTOR is 10 by default. The audit (`--audit`) replays the faults, every score and every choice.
 
-A fault may be that of one stage: `COUNT:KIND[:FACTOR]@STAGE` spoils the weight gradients of one stage, `@STAGE:activations` what its
-forwards pass on, and `@STAGE:errors` the gradients that its backwards pass on, in a linear pipeline of any schedule. Replicated
-pipelines whose server combines by `score-trim` (a `chain` cut) have a score per stage and replica: the step that is scored moves the weights of that stage
-alone, and a stage is dropped without the rest of its replica. `pipedejavu reproduce faulty-stages` shows both ([experiments](reproduce.md)).
+A fault may be that of one stage: `COUNT:KIND[:FACTOR]@STAGE` spoils the weight gradients of one stage,
+`@STAGE:activations` what its forwards pass on, and `@STAGE:errors` the gradients that its backwards pass on, in a
+linear pipeline of any schedule. Replicated pipelines whose server combines by `score-trim` (a `chain` cut) have a score
+per stage and replica: the step that is scored moves the weights of that stage alone, and a stage is dropped without the
+rest of its replica. `pipedejavu reproduce faulty-stages` shows both ([experiments](reproduce.md)).
 
 ## Figures
 

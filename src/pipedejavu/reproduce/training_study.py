@@ -134,10 +134,11 @@ class StudyRun:
         evaluate_every: int = 0,
         byzantine: Byzantine | None = None,
         before: Course | None = None,
+        keeps_state: bool = False,
     ) -> Course:
         """Trains for so many updates of each replica, in whole rounds; 0 evaluates only at the end.
 
-        A run goes on from the state of the one `before`, whose updates count.
+        A run goes on from the state of the one `before`, which must have kept it, and whose updates count.
         """
         program = self.study.program(plan)
         batches = SampleOrder(self.task, self.cut, program.sizes, self.seed)
@@ -168,7 +169,7 @@ class StudyRun:
                     course.evaluations.append(Evaluated(*so_far, *figures))
             outcome = threads.outcome()
             course.logs, course.weights = outcome.logs, result_of(program, outcome.weights)
-            course.updates, course.state = threads.updates, take_all(threads)
+            course.updates, course.state = threads.updates, take_all(threads) if keeps_state else {}
         finally:
             threads.close()
             torch.set_num_threads(num_threads)
