@@ -1,12 +1,14 @@
 """Workers that divide the sequence or the vocabulary train as one process does."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import FaultsError, InputError
 from pipedejavu.plan import preset
-from pipedejavu.plan.axis import Cut, Order, Place
+from pipedejavu.plan.axis import Cut, Keep, Order, Place
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate.unit_cost import unit_costs
 from tests.engine.divided_case import divided_case
@@ -33,7 +35,7 @@ def _double():
     [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow, id=str(row)) for row in ALL],
 )
 def test_training_equals_a_plain_loop(layouts, place):
-    # Microbatches have one to four samples, targets that do not count, dropout and tied weights.
+    # With targets that do not count, dropout and tied weights.
     case = divided_case("tokens", **place, layouts=layouts, clip_norm=0.5)
     assert case.furthest(case.trained_plainly()) <= 1e-12
     assert case.audit() <= 1e-12
@@ -101,3 +103,12 @@ def test_a_checkpoint_continues_under_any_plan(layouts):
         for name, tensor in final.items():
             if name.startswith("weight/"):
                 torch.testing.assert_close(tensor, expected[name.removeprefix("weight/")], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS[0], LAYOUTS[3]])
+def test_parts_of_checkpoints_rest_on_the_host(layouts):
+    case = divided_case("tokens", layouts=layouts, workers=2, recompute_units=(1, 3))
+    case = replace(case, type_="gpu", plan=case.plan.replace(keep=Keep(activations="host")))
+    assert case.furthest(case.trained_plainly()) <= 1e-12
+    copies = [str(a) for worker in case.program.workers for a in worker.actions if str(a).startswith("OFFLOAD")]
+    assert copies

@@ -32,3 +32,16 @@ def test_pairs_need_two_layers() -> None:
 
 def test_other_plans_need_none() -> None:
     assert not faults_of(preset("ddp").at(workers=2), profile((0, 0)))
+
+
+@pytest.mark.parametrize("layout", ["sequence", "vocabulary", "context"])
+def test_sequences_need_an_attention(layout: str) -> None:
+    plan = preset(layout).at(workers=2)
+    none, some, unknown = (
+        Profile(name="mine", units=tuple(Unit(name=f"u{k}", num_attentions=k and n) for k in range(3)))
+        for n in (0, 1, None)
+    )
+    with pytest.raises(FaultsError, match="divides the sequence of attentions, and model 'mine' has none; use anoth"):
+        check_plan(plan, none)
+    check_plan(plan, some)
+    check_plan(plan, unknown)

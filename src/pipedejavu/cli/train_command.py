@@ -144,7 +144,8 @@ def _train(
     from pipedejavu.source.model_source import check_sources
     from pipedejavu.source.task import Prepared
 
-    stack.enter_context(deterministic())  # units are measured, and compiled, as they will run
+    if options.deterministic:
+        stack.enter_context(deterministic())  # units are measured, and compiled, as they will run
     start, profile, eager = resumed.start if resumed else None, None, None
     chosen, worker_hosts, prepared = Plan(), ranks.worker_hosts(), list[Prepared]()
     if ranks.is_first:

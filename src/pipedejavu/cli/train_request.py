@@ -127,6 +127,13 @@ class TrainRequest:
     check_model: Annotated[
         bool, typer.Option(help="Compare the model with the units that it is cut into before the first update.")
     ] = True
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            help="Use deterministic algorithms, so that a repeated or resumed run has the same bits; without them some"
+            " kernels of GPUs are faster."
+        ),
+    ] = True
     on_nan: Annotated[str, typer.Option(help="stop at, or skip, an update whose gradients are not finite.")] = "stop"
     max_consecutive_skips: Annotated[
         int, typer.Option(help="Consecutive updates that --on-nan skip may skip before the run stops.")

@@ -150,6 +150,8 @@ class Unit(Record):
     """Convolutions in its forward, whose filters and channels may be divided; None if not known."""
     num_products: int | None = Field(default=None, ge=0)
     """Matrix products in its forward, whose columns, rows and heads may be divided; None if not known."""
+    num_attentions: int | None = Field(default=None, ge=0)
+    """Attentions in its forward, and softmaxes, which may be parts of attentions; None if not known."""
     activation_bytes: PartBytes = 0.0
     """Bytes that autograd saves for the backward pass, per sample."""
     replicated_bytes: PartBytes = 0.0

@@ -31,6 +31,11 @@ OPERATOR_RULES = (
         " {products:.0f} matrix products and {convolutions:.0f} convolutions",
         "use preset:ddp, or a model with more layers",
     ),
+    Rule(
+        lambda plan, profile: plan.divides_sequence and not _count(profile, "attentions"),
+        "layout '{layout}' divides the sequence of attentions, and model '{model}' has none",
+        "use another plan, such as preset:ddp, or a model with attention",
+    ),
 )
 
 

@@ -165,6 +165,7 @@ def describe(
         expert_row_bytes=sum(rows.size_bytes for rows in counted.expert_rows) / samples,
         num_convolutions=counted.num_forward("conv"),
         num_products=counted.num_forward("matmul"),
+        num_attentions=counted.num_forward("attention") + counted.num_forward("softmax"),
         activation_bytes=counted.saved_bytes / samples,
         shared_bytes=min(counted.saved_output_bytes, following.saved_input_bytes) / samples if following else 0.0,
         pending_bytes=counted.pending_bytes / samples,
