@@ -17,6 +17,8 @@ from pipedejavu.zoo import form_of, open_data
 
 _WIDTHS = (64, 32, 32, 32, 10)
 STAGES, REPLICAS, SAMPLES, LAST = 4, 5, 16, 20
+_HIGHEST = 100.0
+"""The highest loss that is drawn."""
 FAULTY = 1
 """The stage with the fault; the last of the replicas has it."""
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
@@ -67,7 +69,7 @@ def run(setting: Setting) -> ExperimentFindings:
          ("faulty stage", f"{FAULTY} of 0 to {STAGES - 1}"), ("replicas", f"{REPLICAS}, the last one faulty")],
         compared,
         [LineChart("One pipeline: training loss under 1f1b", "update", "mean loss",
-                   [Curve(name, [*enumerate(alone["1f1b", name].losses, start=1)]) for name in faults], has_log_y=True),
+                   [Curve(name, _until_it_leaves(alone["1f1b", name])) for name in faults], has_log_y=True),
          *charts],
         [FindingsTable("One pipeline: test accuracy by fault and schedule", ("Fault", *schedules), table),
          FindingsTable(f"{REPLICAS} pipelines: test accuracy, and how often each stage of the faulty one was dropped",
@@ -149,6 +151,11 @@ def _with_devices(study: TrainingStudy) -> TrainingStudy:
     fields = {name: getattr(study, name) for name in ("model", "data", "samples", "optimizer", "options", "test")}
     count = STAGES * REPLICAS + 1
     return TrainingStudy(**fields, devices=tuple(study.devices[n % len(study.devices)] for n in range(count)))
+
+
+def _until_it_leaves(course: Course) -> list[tuple[float, float]]:
+    """Returns the losses by update; one that has left every scale is no number, and the curve ends there."""
+    return [(n, loss if loss < _HIGHEST else math.nan) for n, loss in enumerate(course.losses, start=1)]
 
 
 def _ending(course: Course) -> str:
