@@ -106,7 +106,10 @@ def train(model: Any, device: Any, options: argparse.Namespace, budget: int, cou
     import torch
 
     from pipedejavu import HybridAdamW
+    from pipedejavu.optim.native import library
 
+    if library() is None:
+        raise SystemExit("optim/_native.so is not there, without which updates on the host take ten times as long")
     say(f"built, {resident_gb():.1f} GB resident, {gpu_gb()[1]:.1f} GB of the GPU; making the optimizer")
     optimizer = HybridAdamW(
         model, lr=1e-5, clip_norm=1.0, host_budget=budget, window=None, device=device, moments=options.moments

@@ -22,6 +22,7 @@ GPU a CPU worker stands in for it.
 import argparse
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections import defaultdict
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, get_worker_info
 
 from pipedejavu.engine import AdamW, Job, Threads
 from pipedejavu.facts import Cost, Device, Host, Link, Machine, Profile, Span, Unit, UnitTime
@@ -52,6 +54,8 @@ LR, SEED, ROUND = 3e-3, 0, 8
 CORES = len(os.sched_getaffinity(0))
 HAS_GPU = torch.cuda.is_available()
 GPU = torch.device("cuda" if HAS_GPU else "cpu")
+SHARED, SHARED_BYTES = Path("/dev/shm"), 8 << 30
+"""Where loader processes leave batches, and what they and the graph need there."""
 STAGES = ("sample", "gather", "copy", "train", "sync", "update")
 
 
@@ -191,10 +195,10 @@ class PygSage(nn.Module):
         widths = [graph.num_features, *[setting.hidden] * (count - 1), graph.num_classes]
         self.layers = nn.ModuleList(SAGEConv(*widths[n : n + 2]) for n in range(count))
 
-    def forward(self, x: Tensor, edges: list[Tensor]) -> Tensor:
-        """Takes the edges of each layer; the targets come first among the rows."""
+    def forward(self, x: Tensor, edges: list[Tensor], counts: list[int]) -> Tensor:
+        """Takes the edges of each layer and how many rows it makes; without counts, one set of edges for all layers."""
         for n, layer in enumerate(self.layers):
-            x = layer(x, edges[n if len(edges) > 1 else 0])
+            x = layer((x, x[: counts[n]]), edges[n]) if counts else layer(x, edges[0])
             if n < len(self.layers) - 1:
                 x = functional.relu(x)
         return x
@@ -206,25 +210,34 @@ def twins(layer: Any, unit: Any) -> list[tuple[Tensor, Tensor]]:
     return [*pairs, (layer.lin_r.weight, unit.own.weight)]
 
 
+Batch = tuple[Tensor, list[Tensor], list[int], Tensor]
+
+
 class Collate:
     """Samples and gathers a batch in a loader process, as edges for PyG."""
 
     def __init__(self, data: GraphSamples):
         self.data, self.step = data, 0
 
-    def __call__(self, indices: list[int]) -> tuple[Tensor, list[Tensor], Tensor]:
-        """Returns features, the edges of each layer, and classes."""
-        self.data.num_threads = 1
+    def __call__(self, indices: list[int]) -> Batch:
+        """Returns features, the edges of each layer and its number of rows, and classes."""
+        self.data.num_threads = 1 if get_worker_info() else CORES
         self.step += 1
         (x, *blocks), targets = self.data.drawn(indices, hash((self.step, *indices[:2])) % (1 << 62))
         pairs = zip(blocks[::2], blocks[1::2], strict=True)
         edges = [torch.stack([i, torch.repeat_interleave(torch.arange(len(p) - 1), p.diff())]) for p, i in pairs]
-        return x, edges, targets
+        return x, edges, [len(p) - 1 for p in blocks[::2]], targets
 
 
-def pyg_batches(setting: Setting) -> tuple[str, Callable[[], Iterator[tuple[Tensor, list[Tensor], Tensor]]]]:
+def has_shared_memory() -> bool:
+    """Whether the graph and the batches of loader processes fit into shared memory."""
+    return SHARED.is_dir() and shutil.disk_usage(SHARED).free >= SHARED_BYTES
+
+
+def pyg_batches(setting: Setting) -> tuple[str, Callable[[], Iterator[Batch]]]:
     """Returns what loads, and a function that yields one epoch."""
-    workers, graph = max(1, CORES // 2 if CORES > 2 else 1), setting.graph
+    graph = setting.graph
+    workers = max(1, CORES // 2) if has_shared_memory() or setting.batch < 1024 else 0
     try:
         from torch_geometric.data import Data
         from torch_geometric.loader import NeighborLoader
@@ -233,12 +246,10 @@ def pyg_batches(setting: Setting) -> tuple[str, Callable[[], Iterator[tuple[Tens
         if not (WITH_PYG_LIB or WITH_TORCH_SPARSE):
             raise ImportError("NeighborLoader needs pyg-lib or torch-sparse")
     except ImportError:
-        from torch.utils.data import DataLoader
-
         data = GraphSamples(graph, graph.train, size_of(setting, on_host=False).form(), SEED)
         loader = DataLoader(
             range(len(data)), setting.batch, shuffle=True, num_workers=workers, collate_fn=Collate(data),
-            pin_memory=HAS_GPU, persistent_workers=True,
+            pin_memory=HAS_GPU, persistent_workers=workers > 0,
         )  # fmt: skip
         return f"PyG, {workers} loaders with our sampler", lambda: iter(loader)
     rows = torch.repeat_interleave(torch.arange(graph.num_nodes), torch.from_numpy(graph.indptr).diff())
@@ -248,12 +259,12 @@ def pyg_batches(setting: Setting) -> tuple[str, Callable[[], Iterator[tuple[Tens
     )  # fmt: skip
     neighbours = NeighborLoader(
         whole, list(setting.fanouts), torch.from_numpy(graph.train), batch_size=setting.batch, shuffle=True,
-        num_workers=workers, persistent_workers=True, filter_per_worker=True,
+        num_workers=workers, persistent_workers=workers > 0, filter_per_worker=True,
     )  # fmt: skip
 
-    def epoch() -> Iterator[tuple[Tensor, list[Tensor], Tensor]]:
+    def epoch() -> Iterator[Batch]:
         for part in neighbours:
-            yield part.x, [part.edge_index], part.y[: part.batch_size]
+            yield part.x, [part.edge_index], [], part.y[: part.batch_size]
 
     return f"PyG, NeighborLoader × {workers}", epoch
 
@@ -273,11 +284,11 @@ def train_pyg(setting: Setting) -> Row:
     done, start, seconds = 0, 0.0, defaultdict[str, float](float)
     while done < setting.updates:
         before = time.perf_counter()
-        for x, edges, targets in epoch():
+        for x, edges, counts, targets in epoch():
             loaded = time.perf_counter()
             x, edges = x.to(GPU, non_blocking=True), [e.to(GPU, non_blocking=True) for e in edges]
             optimizer.zero_grad()
-            functional.cross_entropy(model(x, edges)[: len(targets)], targets.to(GPU)).backward()
+            functional.cross_entropy(model(x, edges, counts)[: len(targets)], targets.to(GPU)).backward()
             optimizer.step()
             done += 1
             if done > ROUND:
@@ -333,8 +344,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="folder for the spans of the last rounds")
     asked = parser.parse_args()
     edges, batch, updates = (100_000, 128, 3 * ROUND) if asked.quick else (asked.edges, asked.batch, asked.updates)
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() and not asked.quick else None) as root:
+    with tempfile.TemporaryDirectory(dir=None if asked.quick or not has_shared_memory() else SHARED) as root:
         started = time.perf_counter()
         graph = open_power_law(edges, Path(root), seed=SEED)
         setting = Setting(graph, parse_fanouts(asked.fanout), batch, updates, asked.hidden)

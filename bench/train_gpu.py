@@ -32,6 +32,7 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
         ("train --plan auto --compile on", "train", {"mode": "on"}),
+        ("train --compile on --no-deterministic", "train", {"mode": "on", "is_deterministic": False}),
         ("Trainer, plan auto", "trainer", {}),
         ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
@@ -40,6 +41,7 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
         ("train --plan auto --compile on", "train", {"mode": "on"}),
+        ("train --compile on --no-deterministic", "train", {"mode": "on", "is_deterministic": False}),
         ("Trainer, plan auto", "trainer", {}),
         ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
@@ -206,14 +208,16 @@ def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> d
     }
 
 
-def train_by_command(case: str, batch: int, steps: int, *, mode: str = "auto") -> dict[str, Any]:
+def train_by_command(
+    case: str, batch: int, steps: int, *, mode: str = "auto", is_deterministic: bool = True
+) -> dict[str, Any]:
     """Runs `pipedejavu train`; its metrics say when each update was made."""
     with tempfile.TemporaryDirectory() as folder:
         run, started = Path(folder) / "run", time.time()
         total = WARM_UP + 50 * steps  # so many repay compiling
         command = [sys.executable, "-m", "pipedejavu", "train", f"zoo:{case}", "--plan", "auto", "--json"]
         command += ["--compile", mode, "--batch", str(batch), "--steps", str(total), "--clip-norm", "1"]
-        command += ["--checkpoint-every", "0"]
+        command += ["--checkpoint-every", "0", "--deterministic" if is_deterministic else "--no-deterministic"]
         done = subprocess.run([*command, "--run-dir", str(run)], capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"exit {done.returncode}: {done.stderr[-3000:]}")

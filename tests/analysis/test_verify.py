@@ -342,8 +342,8 @@ BROKEN: list[tuple[Plan, str, str]] = [
     ),
     (
         preset("zeno").plan.replace(place=Place(replicas=4, servers=2)),
-        "combiner 'score-trim' scores a gradient with the whole model, which must be one piece on one server",
-        "use cut 'whole' and one server, and leave order.is_eager out",
+        "combiner 'score-trim' scores the gradients of a stage with the whole model, which must be on one server",
+        "use cut 'whole' or 'chain' and one server, and leave order.is_eager out",
     ),
     (
         preset("zeno").plan.replace(keep=Keep()),
@@ -765,6 +765,17 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "untie the weights, or use correction 'weight-prediction' or 'discrepancy' without version.rate_updates",
     ),
     (
+        preset("stationary-x").plan.replace(name="dense"),
+        "layout 'stationary-x' divides the filters and channels of convolutions, and model 'model' has no convolution",
+        "use preset:megatron, or a model with convolutions",
+    ),
+    (
+        preset("megatron").plan.replace(name="dense"),
+        "layout 'head, row, col' divides pairs of layers, of which one sums over the other's outputs, and model 'model'"
+        " has 1 matrix products and 0 convolutions",
+        "use preset:ddp, or a model with more layers",
+    ),
+    (
         Plan(cut=Cut(capacity=1.25)),
         "cut.capacity limits the rows of experts, and cut 'whole(1.25)' divides none",
         "leave cut.capacity out, or use layout 'expert'",
@@ -812,7 +823,9 @@ def told(plan: Plan, profile) -> tuple[str, ...]:
 def profile_for(plan: Plan, model):
     profile = model(8, tie=(0, 7)) if plan.name == "tied" else model(8)
     if plan.name == "dense":
-        profile = profile.replace(units=tuple(unit.replace(expert_share=0.0, num_experts=0) for unit in profile.units))
+        none = {"expert_share": 0.0, "num_experts": 0, "num_convolutions": 0, "num_products": 0}
+        first, *others = (unit.replace(**none) for unit in profile.units)
+        profile = profile.replace(units=(first.replace(num_products=1), *others))
     return profile
 
 

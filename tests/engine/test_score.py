@@ -29,7 +29,7 @@ def test_the_score_is_the_loss_after_a_step_and_a_penalty_for_its_size():
     x, y = torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0], [1.0]])
     trial = ScoreTrial(-1, x, y, 2, rate=0.1, penalty=0.5)
     weights, summed = {"u.weight": torch.tensor([[2.0]])}, {"u.weight": torch.tensor([[12.0]])}
-    found = score(PieceRunner([(0, "u", layer)], 0), job, trial, weights, summed, count=4)
+    found = score([PieceRunner([(0, "u", layer)], 0)], job, trial, [weights], 0, summed, count=4)
     stepped = 2 - 0.1 * 3
     loss = 0.5 * ((stepped - 1) ** 2 + (2 * stepped - 1) ** 2) / 2
     assert found == pytest.approx(-loss - 0.5 * 0.1 * 9, rel=1e-12)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipedejavu.hybrid import state_placer
-from pipedejavu.hybrid.deferred_moments import PART_SHARE, StepTimes, count_deferred, estimate_step
+from pipedejavu.hybrid.deferred_moments import count_deferred
+from pipedejavu.hybrid.step_time import PART_SHARE, StepTimes, estimate_step
 
 STEPS = 6
 

@@ -295,7 +295,7 @@ def test_host_memory_that_is_refused_leads_to_no_copies_or_to_a_sentence(
         settle(unit_state, place, **options)
 
     monkeypatch.setattr(UnitState, "settle", short)
-    monkeypatch.setattr("pipedejavu.hybrid.placement.STREAMED_SHARE", 0.0)
+    monkeypatch.setattr("pipedejavu.hybrid.placement._choose_streamed", lambda *_: ({}, 0))
     compare(expected, run(gpu_units=0))
     assert run.optimizer.plan.places == ("host", "host", "lean", "host", "host", "host")
     refused_places.append("lean")

@@ -140,3 +140,16 @@ def test_an_error_of_the_worker_is_told_with_its_traceback(tmp_path: Path, monke
 def test_input_that_is_refused_stays_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"in step \d"):
         run(tmp_path / "run", OPTIONS.replace(lr=1e300, steps=30, optimizer="sgd", checkpoint_every=0))
+
+
+@pytest.mark.parametrize("is_deterministic", [True, False])
+def test_algorithms_are_deterministic_unless_the_options_say_otherwise(tmp_path, monkeypatch, is_deterministic) -> None:
+    forward, modes = Handlers.forward, set[str]()
+
+    def noting(self, action):
+        modes.add({0: "default", 1: "warn", 2: "error"}[torch.get_deterministic_debug_mode()])
+        forward(self, action)
+
+    monkeypatch.setattr(Handlers, "forward", noting)
+    run(tmp_path / "run", OPTIONS.replace(steps=1, deterministic=is_deterministic))
+    assert modes == {"warn" if is_deterministic else "default"}

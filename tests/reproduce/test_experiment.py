@@ -59,6 +59,24 @@ def test_a_pipeline_and_replicas_make_the_updates_of_one_worker(name):
     assert {row[0] for row in found.tables[0].rows} == {"one worker", "pipeline of 2", "2 replicas"}
 
 
+def test_accuracies_are_compared_with_exact_training_on_the_same_samples():
+    found = run_experiment(experiment("accuracy"), Setting("quick"))
+    rows = {row[0]: row for row in found.tables[0].rows}
+    assert rows["1f1b"][2] == "+0.0"
+    samples = {curve.points[-1][0] for chart in found.charts if chart.x == "samples" for curve in chart.curves}
+    assert samples == {24 * 16}
+    assert float(rows["pipedream"][4]) < float(rows["1f1b"][4])  # without a flush there is no bubble
+    assert [row[0] for row in found.tables[1].rows] == [*rows]
+
+
+def test_scores_of_stages_suspect_the_faulty_pipeline():
+    found = run_experiment(experiment("faulty-stages"), Setting("quick"))
+    assert [row[0] for row in found.tables[0].rows] == ["no fault", "activations, sign"]
+    (none, flipped) = found.tables[1].rows
+    worst = [max(float(share.rstrip("% ")) for share in row[3].split("/")) for row in (none, flipped)]
+    assert worst[1] >= 50 > float(flipped[4].rstrip("%"))
+
+
 def test_splits_of_a_chain_of_cells_run_and_are_simulated():
     found = run_experiment(experiment("splits"), Setting("quick"))
     assert len(found.tables[0].rows) == 4

@@ -167,6 +167,7 @@ def test_ranks_give_their_shares_of_a_batch(tmp_path: Path, processes) -> None:
             "pipedejavu: the ranks call save with different folders, rank 0 with /nowhere/0; give all ranks one folder"
             " that all of them see, not a temporary one of their own\n",
             id="a folder per rank",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             {"workers": 3},

@@ -21,7 +21,7 @@ SIZES = {
 }  # fmt: skip
 
 
-@pytest.fixture(params=["Qwen2", "Llama"])
+@pytest.fixture(params=["Qwen2", pytest.param("Llama", marks=pytest.mark.slow)])
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     torch.manual_seed(0)
     config = getattr(transformers, f"{request.param}Config")(**SIZES, tie_word_embeddings=request.param == "Qwen2")

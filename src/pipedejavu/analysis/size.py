@@ -235,7 +235,8 @@ class Sizes:
             return 0.0
         if a.kind in (FORWARD, RECOMPUTE, EVAL):
             stepped = self.weights[a.piece] if a.kind == EVAL else 0.0  # a copy of the weights, one step later
-            return stepped + self._in_forward(a) * self.samples(a.microbatch)
+            pieces = range(len(self.program.pieces)) if a.kind == EVAL else (a.piece,)  # a score runs the whole model
+            return stepped + max(self._in_forward(a._replace(piece=p)) for p in pieces) * self.samples(a.microbatch)
         if a.kind in (BACKWARD, INPUT_BACKWARD, WEIGHT_BACKWARD):
             is_split = self.pending[a.piece] is not None
             if a.kind == INPUT_BACKWARD and is_split:

@@ -42,7 +42,7 @@ class TrainRequest:
     ] = None
     trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None
     byzantine: Annotated[
-        str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR]; sign-flip, scale or random.")
+        str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR][@STAGE[:SENT]], such as 2:sign-flip.")
     ] = None
     steps: Annotated[int, typer.Option(help="Updates to make.")] = 100
     epochs: Annotated[int | None, typer.Option(help="Passes over the data, in place of --steps.")] = None
@@ -126,6 +126,13 @@ class TrainRequest:
     ] = False
     check_model: Annotated[
         bool, typer.Option(help="Compare the model with the units that it is cut into before the first update.")
+    ] = True
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            help="Use deterministic algorithms, so that a repeated or resumed run has the same bits; without them some"
+            " kernels of GPUs are faster."
+        ),
     ] = True
     on_nan: Annotated[str, typer.Option(help="stop at, or skip, an update whose gradients are not finite.")] = "stop"
     max_consecutive_skips: Annotated[

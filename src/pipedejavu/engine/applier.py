@@ -265,8 +265,10 @@ class Applier:
         rate, penalty = self.job.optimizer.rate(self.first_version + update), self.plan.reduce.penalty
         trial = ScoreTrial(number, inputs, targets, self.batches.count(number), rate, penalty)
         count = sum(self.batches.count(i) for i in self.program.fed_by(replica, self.first_version + update))
-        key, summed = (piece, self.center), self.values[Value.weight_gradient(piece, replica, update)]
-        result = score(self.runners[key], self.job, trial, self.values[Value.weights(*key, 0)], summed, count)
+        summed, pieces = self.values[Value.weight_gradient(piece, replica, update)], range(len(self.program.pieces))
+        runners = [self.runners[p, self.center] for p in pieces]
+        weights = [self.values[Value.weights(p, self.center, 0)] for p in pieces]
+        result = score(runners, self.job, trial, weights, piece, summed, count)
         self.values[Value.score(piece, replica, update)] = result
         self.log.events.append(Scored(piece, replica, self.first_version + update + 1, result))
 

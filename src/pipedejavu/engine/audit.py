@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedejavu.engine.correction import Correction
 from pipedejavu.engine.device import CPU, moved
 from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Reread, Scored, with_moments
 from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.loss_scale import FIRST
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.recompute_span import backward, with_loss
+from pipedejavu.engine.recompute_span import with_loss
 from pipedejavu.engine.replay_cast import nudge_weights, replay_device, widened_tensor
 from pipedejavu.engine.replay_correction import ReplayCorrection
 from pipedejavu.engine.score import ScoreTrial, number_of, score
@@ -92,7 +91,7 @@ class Replay:
         self.read: dict[tuple[int, int], Tensors] = {}
         self.readers: dict[tuple[int, int], int] = {}
         """By (piece, microbatch), the replica that ran it."""
-        self.correction = ReplayCorrection(program, Correction(program, job))
+        self.correction = ReplayCorrection(program, job)
         self.gradients: dict[int, list[Tensors]] = {}
         self.norms: dict[int, float] = {}
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
@@ -224,15 +223,16 @@ class Replay:
         """
         piece, replica, version, logged = event
         update, fed = version - 1, self.program.fed_by(replica, version - 1)
-        weights = self.weights(piece, self.center, update)
-        if weights is None or not all(self._differentiate(i) for i in fed):
+        known = [self.weights(p, self.center, update) for p in range(len(self.runners))]
+        weights = [tensors for tensors in known if tensors is not None]
+        if len(weights) < len(known) or not all(self._differentiate(i) for i in fed):
             return False
         number, count = number_of(update), sum(self.batches.count(i) for i in fed)
         inputs, targets = self._cast(self.batches.inputs(number)), self._cast(self.batches.targets(number))
         rate, penalty = self.job.optimizer.rate(update), self.plan.reduce.penalty
         trial = ScoreTrial(number, inputs, targets, self.batches.count(number), rate, penalty)
-        summed = {name: self._summed(fed, piece, name) for name in weights}
-        expected = score(self.runners[piece], self.job, trial, weights, summed, count)
+        summed = {name: self._summed(fed, piece, name) for name in weights[piece]}
+        expected = score(self.runners, self.job, trial, weights, piece, summed, count)
         if self.in_double and math.isfinite(logged) and not abs(logged - expected) <= 1e-4 * abs(expected):
             raise InputError(f"the run gave a contribution another score than {expected}: {event}")
         return True
@@ -348,8 +348,8 @@ class Replay:
         saved[-1] = with_loss(saved[-1], loss)
         passed: tuple[Tensor, ...] = (torch.full_like(loss, scale),)
         gradients = []
-        for kept in reversed(saved):
-            passed, weight_gradients = backward(kept, passed)
+        for piece in reversed(range(len(saved))):
+            passed, weight_gradients = self.correction.backward((piece, microbatch), saved[piece], passed)
             gradients.append(weight_gradients if scale == 1 else {n: g / scale for n, g in weight_gradients.items()})
         return gradients[::-1]
 
@@ -376,7 +376,7 @@ class Replay:
                 self._wide(self.gradients[i][piece][name]) for i in microbatches if self.readers[piece, i] == replica
             ]
             total = torch.stack(parts).sum(0)
-            if fault.is_faulty(replica, self.program.num_replicas):
+            if fault.is_faulty(replica, self.program.num_replicas, self.program.pieces[piece].stage):
                 total = fault.spoilt(total, self.job.seed, replica, update, piece, number)
             yield total
 

@@ -35,7 +35,7 @@ from pipedejavu.engine.recompute_span import (
     with_loss,
     with_saved,
 )
-from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_gradients
+from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_tensors
 from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
@@ -324,9 +324,7 @@ class Handlers(JoinedState):
 
     def send(self, a: Action) -> None:
         """Sends a value to another worker."""
-        value = sent_gradients(self, a) if a.what == ValueKind.WEIGHT_GRADIENT else self.values[value_of(a)]
-        tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
-        self.wire.send(tensors, a.peer, self._key(a))
+        self.wire.send(sent_tensors(self, a), a.peer, self._key(a))
 
     def expect(self, a: Action) -> None:
         """Tells the wire what is received after the next value."""

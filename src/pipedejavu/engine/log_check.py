@@ -66,16 +66,18 @@ def _check_reread(program: Program, event: Reread) -> None:
 
 def _check_trusted(program: Program, batches: Batches, log: Log) -> None:
     """Raises InputError if a server averaged the gradients of other replicas than its scores select."""
-    scores: dict[int, list[float]] = defaultdict(list)
+    scores: dict[tuple[int, int], list[float]] = defaultdict(list)
     for event in log.events:
         if isinstance(event, Scored):
-            scores[event.version].append(event.score)
+            scores[event.piece, event.version].append(event.score)
         elif isinstance(event, Applied):
-            trusted = kept(scores[event.version], program.plan.reduce.trim)
+            trusted = kept(scores[event.piece, event.version], program.plan.reduce.trim)
             microbatches = tuple(i for q in trusted for i in program.fed_by(q, event.version - 1))
             coefficient = 1 / sum(batches.count(i) for i in microbatches) if microbatches else 0.0
             if (event.microbatches, event.coefficient) != (microbatches, coefficient):
-                raise InputError(f"the scores {scores[event.version]} trust replicas {trusted}, but the run: {event}")
+                raise InputError(
+                    f"the scores {scores[event.piece, event.version]} trust replicas {trusted}, but the run: {event}"
+                )
 
 
 def _promised(program: Program, event: Read) -> tuple[int, int]:

@@ -1,32 +1,38 @@
-"""Corrections of stale weights in a replay: velocities by version, and the weights of forwards and backwards."""
+"""What a replay computes besides the model: corrections of stale weights, and faults of stages."""
 
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
+from pipedejavu.engine.byzantine import Sent, StageReplica, spoilt_values
 from pipedejavu.engine.correction import Correction
-from pipedejavu.engine.job import Applied, Read, Reread
+from pipedejavu.engine.job import Applied, Job, Read, Reread
 from pipedejavu.engine.optimizer import Optimizer, State, Tensors
 from pipedejavu.engine.piece import PieceRunner
-from pipedejavu.engine.recompute_span import Saved, with_saved
+from pipedejavu.engine.recompute_span import Saved, backward, like, tensors_of, with_saved
 from pipedejavu.engine.staleness import ReboundWeights, add_to_velocity, compensate, extrapolate
 from pipedejavu.program import Program
 
 
 class ReplayCorrection:
-    """What a plan's correction does to a replay; nothing if it has none."""
+    """What a plan's correction and a job's faults do to a replay; nothing if there are none."""
 
-    def __init__(self, program: Program, correction: Correction):
-        self.program, self.correction = program, correction
+    def __init__(self, program: Program, job: Job):
+        self.program, self.job, self.correction = program, job, Correction(program, job)
         self.velocities: dict[tuple[int, int, int], State] = {}
         """By (piece, replica, version), the velocity of the weights when they had that version."""
         self.reread: dict[tuple[int, int], Tensors] = {}
         """By (piece, microbatch), the weights of a backward that reads others than its forward."""
         self.versions: dict[tuple[int, int], int] = {}
         """By (piece, microbatch), the version that its forward read."""
+        self.replicas: dict[tuple[int, int], int] = {}
+        """By (piece, microbatch), the replica that ran it."""
 
     def after_read(self, event: Read, weights: Tensors) -> Tensors:
         """Returns what a forward computes with, given the version that it read."""
         self.versions[event.piece, event.microbatch] = event.version
+        self.replicas[event.piece, event.microbatch] = event.replica
         if not self.correction.predicts:
             return weights
         late = event.microbatch // self.program.update_size - event.version
@@ -77,8 +83,25 @@ class ReplayCorrection:
     ) -> tuple[Any, Saved]:
         """Runs the forward `at` a (piece, microbatch), so that its backward reads what it read in the run."""
         if (others := self.reread.get(at)) is None:
-            return runner.forward(leaves, value, at[1])
+            value, saved = runner.forward(leaves, value, at[1])
+            return like(value, self._sent(at, "activations", tensors_of(value))), saved
         with (rebound := ReboundWeights(leaves)):
             value, saved = runner.forward(rebound.linked(leaves), value, at[1])
         rebound.bound = {name: computed(name, weight) for name, weight in others.items()}
-        return value, with_saved(saved, rebound=rebound)
+        return like(value, self._sent(at, "activations", tensors_of(value))), with_saved(saved, rebound=rebound)
+
+    def backward(
+        self, at: tuple[int, int], saved: Saved, gradients: tuple[Tensor, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensors]:
+        """Runs the backward `at` a (piece, microbatch); returns what it passes on, and the gradients of weights."""
+        passed, of_weights = backward(saved, gradients)
+        return self._sent(at, "errors", passed), of_weights
+
+    def _sent(self, at: tuple[int, int], sent: Sent, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Returns what a stage passes on, with the fault that the job injects."""
+        fault, (piece, microbatch) = self.job.byzantine, at
+        if fault is None:
+            return tensors
+        stage, replica = self.program.pieces[piece].stage, self.replicas[at]
+        where = StageReplica(piece, stage, replica, self.program.num_replicas)
+        return spoilt_values(fault, self.job.seed, sent, where, tensors, microbatch)

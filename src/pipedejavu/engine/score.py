@@ -37,8 +37,16 @@ def number_of(update: int) -> int:
     return -1 - update
 
 
-def score(runner: PieceRunner, job: Job, trial: ScoreTrial, weights: Tensors, summed: Tensors, count: int) -> float:
-    """Returns the score of gradients that are summed over `count` samples.
+def score(
+    runners: Sequence[PieceRunner],
+    job: Job,
+    trial: ScoreTrial,
+    weights: Sequence[Tensors],
+    piece: int,
+    summed: Tensors,
+    count: int,
+) -> float:
+    """Returns the score of the gradients of a piece that are summed over `count` samples; the other pieces stay.
 
     The score is minus infinity if it is not finite, or if the optimizer's arithmetic would overflow. Running statistics
     do not change: normalisation uses the statistics of the samples.
@@ -49,10 +57,13 @@ def score(runner: PieceRunner, job: Job, trial: ScoreTrial, weights: Tensors, su
     if not all(value / count <= limit for value, limit in zip(values, limits, strict=True)):
         return -math.inf
     square = sum(float(gradient.double().square().sum()) for gradient in summed.values()) / count**2
-    stepped = {n: weight.detach().sub(summed[n], alpha=trial.rate / count) for n, weight in weights.items()}
+    stepped = {n: weight.detach().sub(summed[n], alpha=trial.rate / count) for n, weight in weights[piece].items()}
+    value, number = trial.inputs, trial.microbatch
     with torch.no_grad():
-        output, _ = runner.forward(stepped, trial.inputs, trial.microbatch, keeps_buffers=True, is_first=True)
-        loss: Tensor = job.loss(output, trial.targets)
+        for n, runner in enumerate(runners):
+            moved = stepped if n == piece else weights[n]
+            value, _ = runner.forward(moved, value, number, keeps_buffers=True, is_first=n == 0)
+        loss: Tensor = job.loss(value, trial.targets)
     result = -loss.item() / trial.samples - trial.penalty * trial.rate * square
     return result if math.isfinite(result) else -math.inf
 

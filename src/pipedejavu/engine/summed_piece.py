@@ -4,15 +4,21 @@ from collections import Counter
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
+from pipedejavu.engine.byzantine import Sent, StageReplica, spoilt_values
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
 from pipedejavu.engine.piece import PieceRunner
+from pipedejavu.engine.recompute_span import tensors_of
 from pipedejavu.engine.sharded_piece import ShardedPiece
 from pipedejavu.engine.wire import Wire, flatten, unflatten
 from pipedejavu.program import Action, ActionKind, GroupRole, Program, Value, ValueKind
 from pipedejavu.program.action import value_of
 from pipedejavu.program.value import DEVICE, SHARD
+
+_PASSED: dict[ValueKind | None, Sent] = {ValueKind.ACTIVATION: "activations", ValueKind.GRADIENT: "errors"}
+"""What stages pass on for each microbatch."""
 
 
 def is_summed(program: Program, index: int, key: tuple[int, int]) -> bool:
@@ -67,11 +73,26 @@ def add_up(wire: Wire, tensors: Tensors, group: str) -> Tensors:
     return dict(zip(tensors, unflatten(wire.add_up(flatten(parts), group), parts), strict=True))
 
 
+def sent_tensors(worker: HoldsGradients, a: Action) -> tuple[Tensor, ...]:
+    """Returns the tensors of a value as its worker sends them: faulty if the job injects a fault."""
+    if a.what == ValueKind.WEIGHT_GRADIENT:
+        return tuple(sent_gradients(worker, a).values())
+    value, fault, size = worker.values[value_of(a)], worker.job.byzantine, worker.program.update_size
+    tensors = tuple(value.values()) if isinstance(value, dict) else tensors_of(value)
+    if fault is None or a.what not in _PASSED:
+        return tensors
+    program, number = worker.program, worker.first_version * size + a.microbatch
+    replica = next(q for piece, q in program.held(worker.index) if piece == a.piece)  # the action does not name it
+    at = StageReplica(a.piece, program.pieces[a.piece].stage, replica, program.num_replicas)
+    return spoilt_values(fault, worker.job.seed, _PASSED[a.what], at, tensors, number)
+
+
 def sent_gradients(worker: HoldsGradients, a: Action) -> Tensors:
     """Returns the gradients of a piece as its worker sends them: faulty if the job injects a fault."""
     value: Tensors = worker.values[value_of(a)]
     fault = worker.job.byzantine
-    if fault is None or not fault.is_faulty(a.replica, worker.program.num_replicas):
+    stage = worker.program.pieces[a.piece].stage
+    if fault is None or not fault.is_faulty(a.replica, worker.program.num_replicas, stage):
         return value
     origin = (worker.job.seed, a.replica, worker.first_version + a.version, a.piece)
     return {name: fault.spoilt(gradient, *origin, n) for n, (name, gradient) in enumerate(value.items())}

@@ -8,14 +8,15 @@ fetched before the forward pass has been returned when later forwards need its m
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import ceil
 from typing import Literal
 
 from pipedejavu.facts import InputError, format_bytes
+from pipedejavu.hybrid.step_time import StepTimes, assumed_times, estimate_step
 
-STREAMED_SHARE = 0.58
-"""Share of the parameters on the host whose state may be streamed. Returning the state of a parameter takes about three
-quarters of the time that the host needs to update one beside the copies, so at this share both end together."""
+FEWER = 6
+"""Numbers of units on the GPU below the most that fit which are compared, once the times of a step are measured."""
 
 Place = Literal["gpu", "visit", "host", "lean"]
 """Where the state of a unit rests and is updated:
@@ -98,38 +99,78 @@ class Placement:
 
 
 def choose_placement(
-    units: Sequence[UnitSize], intervals: Sequence[MemoryInterval], limits: Limits, forward_bytes: int = 0
+    units: Sequence[UnitSize],
+    intervals: Sequence[MemoryInterval],
+    limits: Limits,
+    forward_bytes: int = 0,
+    times: StepTimes | None = None,
 ) -> Placement:
-    """Returns the placement with the most state on the GPU; raises InputError if none fits.
+    """Returns the placement with the shortest estimated step; raises InputError if none fits.
 
-    `forward_bytes` is the GPU memory of the first forwards, which run while streamed state is still on the GPU.
+    Without the `times` of a step it has the most state on the GPU. `forward_bytes` is the GPU memory of the first
+    forwards, which run while streamed state is still on the GPU.
     """
     counts = range(len(units), -1, -1) if limits.num_first is None else [limits.num_first]
     least_gpu = least_host = 0
+    fitting: list[Placement] = []
     for count in counts:
-        places = [u.host_place if u.is_bound_to_host else "gpu" if n < count else "host" for n, u in enumerate(units)]
+        places: list[Place] = ["gpu" if n < count and not u.is_bound_to_host else "host" for n, u in enumerate(units)]
         gpu = gpu_peak(units, intervals, places, limits.keeps_gradients)
         if gpu > limits.gpu_bytes:
             least_gpu = gpu
             continue
-        limit = limits.gpu_bytes if limits.num_first is None else gpu
-        arrivals: dict[int, tuple[int, ...]] = {}
-        buffer = 0
-        if limits.keeps_gradients:
-            arrivals, buffer = _choose_streamed(units, intervals, places, limit - forward_bytes, limit)
-            if limits.num_first is None:
-                arrivals = _put_first(units, places, arrivals)
-        usage = _usage(units, intervals, places, limits.keeps_gradients)
-        gpu = max(*usage, usage[-1] + buffer + (forward_bytes if buffer else 0))
-        host = _drop_weight_copies(units, places, limits.host_bytes)
-        if host <= limits.host_bytes:
-            return Placement(
-                places=tuple(places), has_shadow=(False,) * len(units), gpu_bytes=gpu, host_bytes=host,
-                reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals,
-                reserved_bytes=limits.budget_for(gpu),
-            )  # fmt: skip
-        least_host = min(least_host or host, host)  # with fewer units on the GPU, more state may be streamed
-    raise InputError(_refusal(units, intervals, limits, least_gpu, least_host))
+        placement = _completed(units, intervals, limits, forward_bytes, places, times)
+        if placement.host_bytes > limits.host_bytes:
+            # With fewer units on the GPU, more state may be streamed.
+            least_host = min(least_host or placement.host_bytes, placement.host_bytes)
+            continue
+        fitting.append(placement)
+        if times is None or not limits.keeps_gradients or len(fitting) > FEWER:
+            break
+    if not fitting:
+        raise InputError(_refusal(units, intervals, limits, least_gpu, least_host))
+    return min(fitting, key=lambda placement: estimate_placement(placement, units, times))
+
+
+def _completed(
+    units: Sequence[UnitSize],
+    intervals: Sequence[MemoryInterval],
+    limits: Limits,
+    forward_bytes: int,
+    places: list[Place],
+    times: StepTimes | None,
+) -> Placement:
+    """Returns the placement with these units on the GPU: with state that is streamed, and weight copies that fit."""
+    limit = limits.gpu_bytes
+    if limits.num_first is not None:
+        limit = gpu_peak(units, intervals, places, limits.keeps_gradients)
+    arrivals: dict[int, tuple[int, ...]] = {}
+    buffer = 0
+    if limits.keeps_gradients:
+        arrivals, buffer = _choose_streamed(units, intervals, places, limit - forward_bytes, limit, times)
+        if limits.num_first is None:
+            arrivals = _put_first(units, places, arrivals)
+    usage = _usage(units, intervals, places, limits.keeps_gradients)
+    gpu = max(*usage, usage[-1] + buffer + (forward_bytes if buffer else 0))
+    host = _drop_weight_copies(units, places, limits.host_bytes)
+    return Placement(
+        places=tuple(places), has_shadow=(False,) * len(units), gpu_bytes=gpu, host_bytes=host,
+        reasons=_reasons(units, places, gpu, host, limits), arrivals=arrivals, reserved_bytes=limits.budget_for(gpu),
+    )  # fmt: skip
+
+
+def estimate_placement(placement: Placement, units: Sequence[UnitSize], times: StepTimes | None) -> float:
+    """Returns the estimated seconds of a step with clipping; times that are not known are assumed."""
+    num_fetched = sum(map(len, placement.arrivals.values()))
+    return _estimate(units, placement.places, num_fetched, times)
+
+
+def _estimate(units: Sequence[UnitSize], places: Sequence[Place], num_fetched: int, times: StepTimes | None) -> float:
+    if times is None:
+        times = assumed_times([u.num_parameters for u in units], [u.streamed_bytes for u in units])
+    on_host = [n for n, place in enumerate(places) if place in ("host", "lean")]
+    streamed = [n for n, place in enumerate(places) if place == "visit"]
+    return estimate_step(on_host, times, 0, streamed, num_fetched)
 
 
 def assigned_placement(
@@ -156,39 +197,6 @@ def assigned_placement(
         reasons=("the plan gives the place of each unit",),
         arrivals=_arrivals(units, intervals, usage, streamed, buffer, limit),
     )  # fmt: skip
-
-
-def with_shadows(placement: Placement, units: Sequence[UnitSize], wanted: Sequence[bool], limit: int) -> Placement:
-    """Returns the placement with shadow state for the wanted units, as far as host memory allows."""
-    total, has_shadow = placement.host_bytes, []
-    for unit, place, is_wanted in zip(units, placement.places, wanted, strict=True):
-        fits = is_wanted and place == "host" and not unit.is_bound_to_host and total + unit.shadow_bytes <= limit
-        has_shadow.append(fits)
-        total += unit.shadow_bytes if fits else 0
-    if not any(has_shadow):
-        return placement
-    reason = (
-        f"{sum(has_shadow)} units have a shadow copy of their state ({format_bytes(total - placement.host_bytes)}):"
-        " their update is written there during the backward pass, and counts if no clipping turns out to be needed"
-    )
-    return replace(placement, has_shadow=tuple(has_shadow), host_bytes=total, reasons=(*placement.reasons, reason))
-
-
-def wants_shadows(places: Sequence[Place], host_s: Sequence[float], forward_s: Sequence[float]) -> list[bool]:
-    """Returns which units on the host should be updated speculatively: all but the last, which the forward pass hides.
-
-    An update that waits for the norm starts after the backward pass and is hidden if it ends before the forward of its
-    unit. Updates that cannot end in time should begin during the backward pass.
-    """
-    arrives_s = [sum(forward_s[:n]) for n in range(len(places))]
-    held = [n for n, place in enumerate(places) if place == "host"]
-    hidden = 0
-    for count in range(1, len(held) + 1):
-        last = held[len(held) - count :]
-        if any(sum(host_s[m] for m in last if m <= n) > arrives_s[n] for n in last):
-            break
-        hidden = count
-    return [n in held[: len(held) - hidden] for n in range(len(places))]
 
 
 def free_in_forward(
@@ -244,27 +252,34 @@ def _usage(
 
 
 def _choose_streamed(
-    units: Sequence[UnitSize], intervals: Sequence[MemoryInterval], places: list[Place], last_limit: int, limit: int
+    units: Sequence[UnitSize],
+    intervals: Sequence[MemoryInterval],
+    places: list[Place],
+    last_limit: int,
+    limit: int,
+    times: StepTimes | None,
 ) -> tuple[dict[int, tuple[int, ...]], int]:
-    """Sets the first units on the host to be streamed; returns when each is fetched, and the size of their buffer.
+    """Sets the first units on the host to be streamed, as many as make the estimated step the shortest.
 
-    Gradients of streamed units stay on the GPU. Beside them, below the limit for the end of the backward pass, the
-    state of two units must fit.
+    Returns when each is fetched, and the size of their buffer. Gradients of streamed units stay on the GPU. Beside
+    them, below the limit for the end of the backward pass, the state of two units must fit.
     """
     held = [n for n, place in enumerate(places) if place == "host" and not units[n].is_bound_to_host]
-    total = sum(units[n].num_parameters for n in held)
-    for count in range(len(held), 0, -1):
+    best_s, best_places = _estimate(units, places, 0, times), [*places]
+    best: tuple[dict[int, tuple[int, ...]], int] = ({}, 0)
+    for count in range(1, len(held) + 1):
         chosen = held[:count]
-        if sum(units[n].num_parameters for n in chosen) > STREAMED_SHARE * total:
-            continue
         trial: list[Place] = ["visit" if n in chosen else place for n, place in enumerate(places)]
         usage = _usage(units, intervals, trial, True)
         buffer = min(last_limit - usage[-1], sum(units[n].streamed_bytes for n in chosen))
         if max(usage) > limit or buffer < min(2, count) * max(units[n].streamed_bytes for n in chosen):
             continue
-        places[:] = trial
-        return _arrivals(units, intervals, usage, chosen, buffer, limit), buffer
-    return {}, 0
+        arrivals = _arrivals(units, intervals, usage, chosen, buffer, limit)
+        step_s = _estimate(units, trial, sum(map(len, arrivals.values())), times)
+        if step_s < best_s:
+            best_s, best_places, best = step_s, trial, (arrivals, buffer)
+    places[:] = best_places
+    return best
 
 
 def _arrivals(
@@ -278,8 +293,9 @@ def _arrivals(
     """Returns by unit the streamed units whose state is fetched after its backward, within a buffer and a limit."""
     arrivals: dict[int, tuple[int, ...]] = {}
     used, waiting = 0, list(streamed)
+    later = [*accumulate(reversed(usage), max)][::-1]
     for position, interval in enumerate(intervals):
-        free, due = min(buffer, limit - max(usage[position + 1 :])), []
+        free, due = min(buffer, limit - later[position + 1]), []
         while waiting and used + units[waiting[0]].streamed_bytes <= free:
             used += units[waiting[0]].streamed_bytes
             due.append(waiting.pop(0))

@@ -9,14 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from pipedejavu.facts import InputError, format_bytes
+from pipedejavu.facts import InputError, format_bytes, format_seconds
 from pipedejavu.hybrid.budget import ForwardClock, MemoryMeter, pinning_progress
-from pipedejavu.hybrid.deferred_moments import StepTimes, count_deferred, describe_deferred
+from pipedejavu.hybrid.deferred_moments import count_deferred, describe_deferred
 from pipedejavu.hybrid.gradient_collector import GradientCollector
 from pipedejavu.hybrid.head_choice import HeadChoice
 from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.param_state import ParamState
+from pipedejavu.hybrid.place_change import change_places
 from pipedejavu.hybrid.placement import (
     Limits,
     MemoryInterval,
@@ -24,20 +25,27 @@ from pipedejavu.hybrid.placement import (
     Placement,
     assigned_placement,
     choose_placement,
+    estimate_placement,
     free_for_leaving,
     free_in_forward,
     gpu_peak,
     host_bytes,
-    wants_shadows,
-    with_shadows,
 )
+from pipedejavu.hybrid.shadow_choice import wants_shadows, with_shadows
 from pipedejavu.hybrid.step_options import StepOptions
+from pipedejavu.hybrid.step_time import ASSUMED_COPY_S, StepTimes
 from pipedejavu.hybrid.streamed_state import StreamBuffer, StreamedState
 from pipedejavu.hybrid.unit_state import UnitState, size_of
 from pipedejavu.hybrid.weight_staging import WeightStaging
 from pipedejavu.runtime.host_memory import Progress
 from pipedejavu.runtime.host_pages import end_warming
 
+PAYING_SHARE = 0.02
+"""The least share of a step by which other places must shorten it before state is moved."""
+TIMED_STEP = 4
+"""The step whose passes are timed to decide on places, and on which moments are deferred."""
+RETIMED_STEPS = 256
+"""Steps after which a step is timed again: another load on the host, or other batches, may ask for other places."""
 UNCLIPPED_STEPS = 3
 """Consecutive unclipped steps after which speculative updates are considered."""
 
@@ -56,6 +64,10 @@ class StatePlacer:
         self.staging = WeightStaging([], lanes)
         self.clock: ForwardClock | None = None
         """Times the forward of each unit during one step, before shadow state is decided on."""
+        self._num_deferred = 0
+        """Units on the host that defer their moments."""
+        self._intervals: Sequence[MemoryInterval] = []
+        """The memory of a step, by which state was placed."""
         self._free_bytes: dict[int, int] = {}
         """By unit: GPU memory that streamed state may still take during its forward."""
         self._leaving_bytes: dict[int, int] = {}
@@ -250,7 +262,7 @@ class StatePlacer:
 
     def _divide_heads(self, limits: Limits) -> Sequence[MemoryInterval]:
         """Divides heads into chunks if more state fits on the GPU then; returns the memory that a step will take."""
-        intervals = self.meter.intervals
+        intervals = self._intervals = self.meter.intervals
         self.head.end_unused()
         for name in self.head.whole:
             divided = self.head.divided(name, intervals, self.meter.forwards)
@@ -258,7 +270,7 @@ class StatePlacer:
                 self.head.end(name)
                 continue
             self.head.divide(name, intervals[0].peak_bytes - divided[0].peak_bytes)
-            intervals = divided
+            intervals = self._intervals = divided
         return intervals
 
     def _is_better(self, whole: Sequence[MemoryInterval], divided: Sequence[MemoryInterval], limits: Limits) -> bool:
@@ -269,13 +281,42 @@ class StatePlacer:
             return True
         return self._place(divided, limits).places.count("gpu") > before.places.count("gpu")
 
-    def _place(self, intervals: Sequence[MemoryInterval], limits: Limits) -> Placement:
-        """Places the state of the units, given the memory of a step."""
+    def _place(self, intervals: Sequence[MemoryInterval], limits: Limits, times: StepTimes | None = None) -> Placement:
+        """Places the state of the units, given the memory of a step and, if known, its times."""
         sizes, assignment = self.model_state.sizes, self.options.assignment
         begin = max((forward.peak_bytes for forward in self.meter.forwards[:2]), default=0)
         if assignment is not None:
             return assigned_placement(sizes, intervals, limits, self._assigned(), assignment.visitors, begin)
-        return choose_placement(sizes, intervals, limits, begin)
+        return choose_placement(sizes, intervals, limits, begin, times)
+
+    def better_plan(self, times: StepTimes) -> Placement | None:
+        """Returns the placement that the times of a step choose, if it shortens the step of the plan clearly."""
+        plan, sizes = self.plan, self.model_state.sizes
+        is_fixed = self.options.assignment is not None or self.options.clip_norm is None
+        if plan is None or is_fixed or any(plan.has_shadow):
+            return None
+        limits = self.limits()
+        found = self._place(self._intervals, limits, times)
+        before_s, after_s = (estimate_placement(each, sizes, times) for each in (plan, found))
+        if found.places == plan.places or after_s > (1 - PAYING_SHARE) * before_s:
+            return None
+        reason = (
+            f"by the measured times of passes, updates and copies, a step of {format_seconds(before_s)} becomes one of"
+            f" {format_seconds(after_s)} with other places"
+        )
+        return replace(found, reasons=(*found.reasons, *self.head.reasons, reason))
+
+    def change_to(self, plan: Placement) -> None:
+        """Moves state to the places of another plan, with every bit; no update may be running."""
+        with pinning_progress(0) as progress:
+            units = self.model_state.unit_states
+            change_places(
+                units, [*plan.places], self.streamed, lambda unit, place: self._settle(unit, place, False, progress)
+            )
+            self.staging = WeightStaging(units, self.lanes, progress)
+        self.plan = plan
+        self._allow(plan, self.limits())
+        self._note_places("memory ran out while state was moved")
 
     def begin_timing(self) -> None:
         """Begins to time the passes of a step."""
@@ -291,16 +332,24 @@ class StatePlacer:
             forward_s=[forward_s.get(n, 0.0) for n in range(len(sizes))],
             host_s=[rate * size.num_parameters for size in sizes],
             rest_s=clock.rest_s,
+            return_s=self._copy_times("OFFLOAD"),
+            fetch_s=self._copy_times("FETCH"),
         )
+
+    def _copy_times(self, kind: str) -> list[float]:
+        """Returns what copies of each unit's streamed state take, assumed if none has been copied."""
+        sizes, rate = [size.streamed_bytes for size in self.model_state.sizes], self.buffer.copied[kind]
+        return [rate.seconds(size) or size * ASSUMED_COPY_S for size in sizes]
 
     def defer_moments(self, times: StepTimes | None) -> None:
         """Lets as many units defer their moments as shortens the step; without times, all on the host."""
         on_host = [unit_state for unit_state in self.model_state.unit_states if unit_state.place == "host"]
         count = len(on_host) if times is None else count_deferred([u.index for u in on_host], times)
-        for unit_state in on_host[:count]:
-            unit_state.defers_moments = True
-        if count and self.plan is not None:
+        for number, unit_state in enumerate(on_host):
+            unit_state.defers_moments = number < count
+        if self.plan is not None and count != self._num_deferred:
             self.plan = replace(self.plan, reasons=(*self.plan.reasons, describe_deferred(count)))
+        self._num_deferred = count
 
     def add_shadow_state(self, times: StepTimes) -> None:
         """Allocates shadow state for the units whose updates the forward pass is too short to hide.

@@ -25,15 +25,13 @@ from pipedejavu.hybrid.lanes import HybridLanes
 from pipedejavu.hybrid.model_state import ModelState
 from pipedejavu.hybrid.model_unit import ModelUnit, find_units, given_units
 from pipedejavu.hybrid.placement import Placement
-from pipedejavu.hybrid.state_placer import UNCLIPPED_STEPS, StatePlacer
+from pipedejavu.hybrid.state_placer import RETIMED_STEPS, TIMED_STEP, UNCLIPPED_STEPS, StatePlacer
 from pipedejavu.hybrid.step_options import StepOptions
 from pipedejavu.hybrid.training_hook import TrainingHook
 from pipedejavu.hybrid.unit_state import UnitState
 from pipedejavu.hybrid.update_committer import UpdateCommitter
 from pipedejavu.hybrid.window import assigned_window, open_window
 
-TIMED_STEP = 4
-"""The step whose passes are timed to decide which moments are deferred."""
 GUARDED_STEPS = 2
 """Steps that are repeated with a smaller plan if memory runs out: the measured one, and the first with its plan."""
 
@@ -223,7 +221,8 @@ class StepScheduler:
     def tune(self) -> None:
         """Shortens what follows the norm, if the forward pass is too short to hide the host's updates.
 
-        Moments are written after the weights, and if steps go unclipped, units get shadow state.
+        State goes to other places if the times of a step ask for them, moments are written after the weights, and if
+        steps go unclipped, units get shadow state.
         """
         placer, num_unclipped = self.placer, self.updates.num_unclipped
         if self.options.clip_norm is None:
@@ -234,13 +233,19 @@ class StepScheduler:
             return
         if placer.clock is not None:
             times = placer.end_timing()
-            if self.num_steps == TIMED_STEP:
-                placer.defer_moments(times)
+            if (plan := placer.better_plan(times)) is not None:
+                self.synchronize()
+                placer.change_to(plan)
+            placer.defer_moments(times)
             if self.options.speculates and num_unclipped > UNCLIPPED_STEPS:
                 self.synchronize()
                 placer.add_shadow_state(times)
-        elif self.num_steps == TIMED_STEP - 1 or (self.options.speculates and num_unclipped == UNCLIPPED_STEPS):
+        elif self._is_timed_next():
             placer.begin_timing()
+
+    def _is_timed_next(self) -> bool:
+        is_due = self.num_steps == TIMED_STEP - 1 or (self.num_steps + 1) % RETIMED_STEPS == 0
+        return is_due or (self.options.speculates and self.updates.num_unclipped == UNCLIPPED_STEPS)
 
     def synchronize(self) -> None:
         """Waits until every weight is up to date and all state is at rest."""

@@ -9,8 +9,10 @@ during the next forward pass. Memory of returned state is reused for state that 
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,6 +35,23 @@ POLL_S = 0.1
 """How often a wait checks the lanes: a lane that has failed returns no memory."""
 
 
+@dataclass
+class CopyRate:
+    """The time of copies, summed up."""
+
+    size_bytes: int = 0
+    time_s: float = 0.0
+
+    def add(self, size_bytes: int, time_s: float) -> None:
+        """Counts a copy."""
+        self.size_bytes += size_bytes
+        self.time_s += time_s
+
+    def seconds(self, size_bytes: int) -> float | None:
+        """Returns the time of a copy of this size; None if there was no copy yet."""
+        return self.time_s * size_bytes / self.size_bytes if self.size_bytes else None
+
+
 class StreamBuffer:
     """The GPU memory that all streamed state shares; used from the compute lane and from the threads of the lanes."""
 
@@ -45,6 +64,8 @@ class StreamBuffer:
         self._changed = threading.Condition()
         self._returns: list[Callable[[], None]] = []
         self._num_forwards = 0
+        self.copied = {kind: CopyRate() for kind in ("FETCH", "OFFLOAD")}
+        """What copies of each direction have taken so far, with what they waited for each other."""
 
     def add(self, memory: Tensor) -> Tensor:
         """Adds memory that is used from now on, and returns it."""
@@ -213,6 +234,7 @@ class StreamedState:
 
     def _copy(self, kind: str, lane: Lane, source: Tensor, target: Tensor) -> None:
         """Copies chunk by chunk; returns when the last chunk has been copied."""
+        began_s = time.perf_counter()
         events: list[LaneEvent] = []
         for there, here in zip(torch.split(target, CHUNK_BYTES), torch.split(source, CHUNK_BYTES), strict=True):
             events.append(
@@ -221,6 +243,7 @@ class StreamedState:
             for event in events[-2 : len(events) - self.buffer.num_ahead]:
                 event.wait_on_host()
         events[-1].wait_on_host()
+        self.buffer.copied[kind].add(source.nbytes, time.perf_counter() - began_s)
 
     def cancel(self) -> None:
         """Releases state that was fetched and not updated."""

@@ -133,6 +133,14 @@ class UnitState:
                 if target is not None and value is not None:
                     target.copy_(value)
 
+    def empty(self) -> list[Slab]:
+        """Forgets where its state rests, to be settled again; returns the host memory that still holds the state."""
+        slabs, self._slabs = self._slabs, []
+        self.place, self._unit_update = None, None
+        for param in self.params:
+            param.gradient = None
+        return slabs
+
     def add_shadow(self, progress: Progress) -> None:
         """Allocates the shadow state: a second copy of what an update writes."""
         is_pinned = self.lanes.device.type == "cuda"

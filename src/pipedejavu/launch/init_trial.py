@@ -160,7 +160,7 @@ def _check(options: TrainOptions) -> None:
 def run_trials_here(rank: int, size: int, folder: RunFolder, setup: RunSetup) -> None:
     """Runs the trials of this rank; the rank that has the winner writes its state to the folder."""
     options, program, _ = setup
-    set_up_process(program, rank)
+    set_up_process(program, rank, is_deterministic=options.deterministic)
     selection, winner = run_init_trials(options, program, rank, size, dist.all_reduce)
     if winner is None:
         return

@@ -44,7 +44,8 @@ from pipedejavu.run.throughput import RoundTimes, ThroughputMonitor, times_of
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.run.worker_result import WorkerResult
 from pipedejavu.session.training_session import RankWorker, TrainingSession
-from pipedejavu.source.graph_plan import load_for_gpu
+from pipedejavu.source.host_threads import HostThreads
+from pipedejavu.source.read_ahead import ReadAhead
 from pipedejavu.source.task import Prepared, SteadyBatches, num_kept, prepare
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 
@@ -89,18 +90,23 @@ class Rank:
         self.rank = dist.get_rank()
         if options.keeps_log:  # the audit replays without TF32, which cuDNN uses for float32 by default
             torch.backends.cudnn.allow_tf32 = False
-        set_up_process(program, self.rank)
+        set_up_process(program, self.rank, is_deterministic=options.deterministic)
         first = options.replace(weights=None) if start.step else options  # a checkpoint has the weights
         self.job, self.order = prepared or prepare(first, program.sizes, program.plan.cut.begins)
         self.state = WholeState(self.order.task.model, self.job.units)
         self.order.start(start.step, start.samples)
-        if device_of(program, self.rank).type == "cuda":
-            load_for_gpu(self.order.task.data, max(1, num_cores() // 2))
+        self.host_threads = HostThreads(program, self.rank, self.order.task.data, num_cores())
         self.evaluation = RankEvaluation(options, program, self.order) if options.has_evaluation else None
         self.paused_s = 0.0
         """Time that evaluations have taken."""
-        self.order.keep(num_kept(program, self.rank))
-        self.batches = SteadyBatches(self.order)
+        kept = num_kept(program, self.rank)
+        self.read_ahead: ReadAhead | None = None
+        """Reads each microbatch ahead if this worker reads all of them, once and in order."""
+        if len(program.workers) == 1 and kept == 1:
+            pins = device_of(program, 0).type == "cuda"
+            self.read_ahead = ReadAhead(self.order, options.steps * program.update_size, pins=pins)
+        self.order.keep(kept + 1)
+        self.batches = SteadyBatches(self.read_ahead or self.order)
         self.replicas = ReplicaCheck(program, self.job, options.check_replicas, start.step)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
@@ -124,6 +130,9 @@ class Rank:
             if is_shortage(error):
                 raise ShortageError(self.rank, self.obtained_bytes()) from error
             raise
+        finally:
+            if self.read_ahead:
+                self.read_ahead.close()
 
     def _run(self, checkpoint_dir: CheckpointDir) -> WorkerResult:
         self.watchdog.allow(self.forecast.makespan_s / self.program.plan.steps, self.options.hang_after_s)
@@ -350,8 +359,13 @@ class Rank:
         passes = (ActionKind.FORWARD, ActionKind.BACKWARD)
         busy = [s.end_s for s in spans if s.lane == "compute" and s.action.startswith(passes)]
         ends = [max(busy, default=0.0) if self.rank in pipeline else 0.0 for pipeline in pipelines]
-        times = torch.tensor(ends, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX)
+        stages = self.host_threads.times(spans) if self.host_threads.is_followed else []
+        measured = torch.tensor([*ends, *stages], dtype=torch.float64)
+        dist.all_reduce(measured, dist.ReduceOp.MAX)
+        times, stage_times = measured[: len(ends)], measured[len(ends) :]
+        table = self.host_threads.follow(stage_times.tolist()) if stages else ""
+        if table and self.rank == 0:
+            self.folder.add_metrics({"threads": table})
         counts = [sum(part) for part in parts]
         bounds = [(len(part), len(part) * plan.feed.samples) for part in parts]
         following = adjusted_counts(counts, times.tolist(), bounds)

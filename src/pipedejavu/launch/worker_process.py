@@ -91,8 +91,9 @@ class WorkerProcess:
         os._exit(1)
 
 
-def set_up_process(program: Program, rank: int) -> None:
-    """Sets this process to the number of threads of its worker, and makes torch deterministic."""
+def set_up_process(program: Program, rank: int, *, is_deterministic: bool = True) -> None:
+    """Sets this process to the number of threads of its worker, and makes torch deterministic if asked to."""
     keep_heap()
     torch.set_num_threads(num_threads(program.machine, program.devices, rank))
-    be_deterministic()
+    if is_deterministic:
+        be_deterministic()

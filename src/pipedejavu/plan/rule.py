@@ -50,10 +50,10 @@ RULES = (
     Rule(
         lambda plan, _: (
             plan.reduce.combiner == "score-trim"
-            and (plan.cut.kind != "whole" or plan.order.is_eager or plan.place.servers > 1)
+            and (plan.cut.kind == "layout" or plan.order.is_eager or plan.place.servers > 1)
         ),
-        "combiner 'score-trim' scores a gradient with the whole model, which must be one piece on one server",
-        "use cut 'whole' and one server, and leave order.is_eager out",
+        "combiner 'score-trim' scores the gradients of a stage with the whole model, which must be on one server",
+        "use cut 'whole' or 'chain' and one server, and leave order.is_eager out",
     ),
     Rule(
         lambda plan, _: (

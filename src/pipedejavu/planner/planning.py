@@ -66,7 +66,9 @@ def known_machine() -> Machine:
     shape = this_machine()
     devices = (d.replace(most_workers=num_cores()) if d.type == "cpu" else d for d in shape.devices)
     ends = [torch.device("cpu"), torch.device("cuda" if torch.cuda.is_available() else "cpu")]
-    return shape.replace(devices=tuple(devices), links=(measure_worker_link(ends), *shape.links))
+    with START.phase("measure"):
+        link = measure_worker_link(ends)
+    return shape.replace(devices=tuple(devices), links=(link, *shape.links))
 
 
 def machine_key() -> dict[str, object]:

@@ -85,6 +85,8 @@ class TrainOptions(Record):
     """Most updates per initialisation trial."""
     check_model: bool = True
     """Whether to check, before the first update, that the model's units compute what the model computes."""
+    deterministic: bool = True
+    """Whether to use deterministic algorithms: a run that is repeated, or resumed, then has the same bits."""
     on_oom: Literal["stop", "replan"] = "stop"
     """What to do when a device runs out of memory: stop, or switch to a plan that needs less."""
     checkpoint_every: int | None = Field(default=None, ge=0)

@@ -18,7 +18,6 @@ from pipedejavu.engine.replicas import ReplicaCheck
 from pipedejavu.facts import InputError, Machine
 from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.facts.start_phase import START
-from pipedejavu.health.failure import WorkerError
 from pipedejavu.plan import Plan
 from pipedejavu.plan.precision_request import PrecisionRequest
 from pipedejavu.planner.compile_choice import read_mode
@@ -38,6 +37,7 @@ from pipedejavu.session.loop_evaluation import LoopEvaluation
 from pipedejavu.session.loop_replanner import LoopReplanner
 from pipedejavu.session.loop_watchdog import start_watchdogs
 from pipedejavu.session.model_refresh import ModelRefresh, release
+from pipedejavu.session.model_watch import ModelWatch
 from pipedejavu.session.newest_weights import NewestWeights, copy_newest
 from pipedejavu.session.pretrained_folder import check_tokenizer, is_pretrained, save_pretrained
 from pipedejavu.session.started_workers import detach, held_by_session, start_workers
@@ -46,7 +46,7 @@ from pipedejavu.session.torch_optimizer import read_optimizer, read_positional
 from pipedejavu.session.trainer_checkpoints import TrainerCheckpoints, describe_checkpoint
 from pipedejavu.session.trainer_plan import OptimizerOf, TrainerOptions, TrainerPlan, may_pad
 from pipedejavu.session.trainer_ranks import BatchKind, TrainerRanks
-from pipedejavu.session.training_session import TrainingSession
+from pipedejavu.session.training_session import TrainingSession, take_losses
 from pipedejavu.simulate import Prediction, check_fit, simulate
 from pipedejavu.source.precision import check_parameters, no_autocast, take_autocast
 from pipedejavu.source.user_batch import UserBatch
@@ -175,6 +175,7 @@ class Trainer:
         self._start(prepared.program, first)
         self.batch.held_out = BatchSplit(first, self.batch.sizes, reduction, self._cut, pads=self.batch.pads)
         ModelRefresh(self).install(self.model)
+        self._watch = ModelWatch(self.model, self.units)
         self._is_started = True
         if self._loaded is not None:
             self._restore(self._loaded)
@@ -227,6 +228,7 @@ class Trainer:
         batch = self._reader.whole(batch, "step")
         if not self._is_started:
             self._begin(batch)
+        self._watch.check(self._newest)
         if self._replanner.switch is not None:
             self._switch_plan(self._replanner.switch, self.batch.batch)
         self.is_stale = False  # tracing a new batch shape reads the model's state
@@ -241,11 +243,10 @@ class Trainer:
         if self._groups is not None:
             self._groups.end()
         if self._session.replicas.is_due(self.updates, self.program.plan.steps):
-            self._check_replicas()
+            self._session.check_replicas(self.updates)
         self._replanner.take_step(time.perf_counter() - start_s, spans)
-        losses = [loss for worker in self.threads.handlers for loss in worker.log.losses.values()]
-        for worker in self.threads.handlers:
-            worker.log.forget_losses()
+        losses = take_losses(self.threads.handlers)
+        self._watch.take()
         self.samples += self.batch.size
         total = sum(losses) if self._ranks is None else self._ranks.add_up([sum(losses)])[0]
         self._losses.append(total / self.last_count)
@@ -281,10 +282,9 @@ class Trainer:
             self._eval = LoopEvaluation(self.model, self.loss, self._ranks)
         if not self._is_started and self._loaded is not None:
             load_weights(self.model, self._loaded)
-        weights = None
         if self._is_started:
             self._check_sound()
-            weights = NewestWeights(self.program, self.units, self.threads.handlers)
+        weights = self._newest() if self._is_started else None
         is_stale, self.is_stale = self.is_stale, False  # tracing reads the model's state, and only its shapes
         try:
             return self._eval.run(loader, metrics or {}, self._reader.read, weights, self._reader.kind)
@@ -305,11 +305,6 @@ class Trainer:
         Before each epoch, samplers that have a `set_epoch` are given its number. Returns losses, metrics and times.
         """
         return FitLoop(self, loader, eval_loader, callbacks, metrics).run(epochs)
-
-    def _check_replicas(self) -> None:
-        """Raises WorkerError if replicas that share every update hold different weights."""
-        if sentence := self._session.compare_replicas(self.updates):
-            raise WorkerError(sentence)
 
     @property
     def updates(self) -> int:
@@ -332,7 +327,7 @@ class Trainer:
         if ranks is not None:
             ranks.agree_on("save", folder)
         self._check_sound()
-        self._check_replicas()
+        self._session.check_replicas(self.updates)
         norm, groups = self._session.take_norm(), self._groups.facts() if self._groups else {}
         about = describe_checkpoint(self.program.plan, self.samples, self._losses, {"norm": norm} | groups)
         tensors = self._session.take_state()
@@ -380,7 +375,7 @@ class Trainer:
         if self._ranks is not None:
             self._ranks.agree("state_dict")
         self._check_sound()
-        self._check_replicas()
+        self._session.check_replicas(self.updates)
         self._copy_trained()
         return self.model
 
@@ -394,6 +389,11 @@ class Trainer:
         if self.threads.failure is not None:
             raise self.threads.failure
 
+    def _newest(self) -> NewestWeights:
+        return NewestWeights(self.program, self.units, self.threads.handlers)
+
     def _copy_trained(self) -> None:
+        self._watch.check_values(self._newest)
         self.is_stale = False
-        copy_newest(NewestWeights(self.program, self.units, self.threads.handlers), self.units, self._ranks)
+        copy_newest(self._newest(), self.units, self._ranks)
+        self._watch.take()

@@ -15,6 +15,7 @@ from pipedejavu.engine import Threads
 from pipedejavu.engine.engine_state import Source, put_all, put_state, take_norm, take_state
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.replicas import ReplicaCheck
+from pipedejavu.health.failure import WorkerError
 from pipedejavu.run.saved_facts import current_gpu, random_state, saved_in, set_random_state
 from pipedejavu.run.whole_state import WholeState
 from pipedejavu.session.rank_rounds import RankRounds
@@ -106,6 +107,11 @@ class TrainingSession:
     def __init__(self, workers: LocalWorkers, replicas: ReplicaCheck, whole: WholeState):
         self.workers, self.replicas, self.whole = workers, replicas, whole
 
+    def check_replicas(self, updates: int) -> None:
+        """Raises WorkerError if replicas that share every update hold different weights."""
+        if sentence := self.compare_replicas(updates):
+            raise WorkerError(sentence)
+
     def compare_replicas(self, update: int) -> str:
         """Returns a sentence that names replicas with different weights, or nothing if all are equal.
 
@@ -137,3 +143,11 @@ class TrainingSession:
         )
         self.replicas.agreed = checkpoint.step
         set_random_state(checkpoint, self.workers.rank, self.workers.generator_device)
+
+
+def take_losses(handlers: Sequence[Handlers]) -> list[float]:
+    """Returns the losses that workers have logged, which forget them."""
+    losses = [loss for worker in handlers for loss in worker.log.losses.values()]
+    for worker in handlers:
+        worker.log.forget_losses()
+    return losses

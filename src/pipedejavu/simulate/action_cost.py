@@ -141,6 +141,8 @@ class ActionCosts:
         units = (
             self.program.recomputed[a.piece] if a.kind == ActionKind.RECOMPUTE else self.program.pieces[a.piece].units
         )
+        if a.kind == ActionKind.EVAL:  # a stage is scored with the whole model
+            units = tuple(range(len(profile.units)))
         return [profile.time(profile.units[u], kind) for u in units]
 
     def _compute(self, a: Action, worker: int) -> ActionWork:

@@ -1,9 +1,8 @@
-"""What graph networks ask of a plan, and how their data uses the host."""
+"""What graph networks ask of a plan."""
 
 from pipedejavu.facts import InputError
 from pipedejavu.program import ActionKind, Program, ValueKind
-from pipedejavu.zoo import Dataset, is_graph_model
-from pipedejavu.zoo.graph_sample import GraphSamples
+from pipedejavu.zoo import is_graph_model
 
 
 def check_blocks(model: str, program: Program) -> None:
@@ -18,9 +17,3 @@ def check_blocks(model: str, program: Program) -> None:
             " shape, and each batch of a graph has another one; use a plan that keeps the model whole, such as"
             " preset:hyscale, preset:ddp or preset:coarse"
         )
-
-
-def load_for_gpu(data: Dataset, num_threads: int) -> None:
-    """Makes the data of a graph gather into pinned memory, with threads that the GPU's worker does not need."""
-    if isinstance(data, GraphSamples):
-        data.pins, data.num_threads = True, num_threads

@@ -18,6 +18,7 @@ from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.precision import check_parameters
 from pipedejavu.source.rate_schedule import rate_schedule
+from pipedejavu.source.read_ahead import OrderedBatches
 from pipedejavu.source.trained_part import trained_part
 from pipedejavu.zoo import Dataset, Task, order
 from pipedejavu.zoo.dataset import SampledDataset
@@ -235,7 +236,7 @@ class SteadyBatches:
     Workers exchange the form of a value only once, and the forecast holds for one form.
     """
 
-    def __init__(self, batches: SampleOrder):
+    def __init__(self, batches: OrderedBatches):
         self.batches = batches
         self.forms: dict[str, str] = {}
 

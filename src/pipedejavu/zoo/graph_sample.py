@@ -3,6 +3,7 @@
 Times of sampling and of gathering are added up, because a plan's threads follow them.
 """
 
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipedejavu.facts import InputError
-from pipedejavu.graph_data import Block, CsrGraph, NeighbourSampler, Rows, open_code_graph, open_graph, open_power_law
+from pipedejavu.graph_data import (
+    Block,
+    CsrGraph,
+    NeighbourSampler,
+    Rows,
+    open_code_graph,
+    open_graph,
+    open_power_law,
+    open_published,
+)
+from pipedejavu.graph_data.csr_graph import MANIFEST
 from pipedejavu.zoo.dataset import Indices, check_indices
 from pipedejavu.zoo.form import GraphForm
 from pipedejavu.zoo.image import Split
@@ -33,7 +44,8 @@ def open_graph_data(detail: str, form: GraphForm, root: Path, *, seed: int, spli
     elif detail == "stdlib":
         graph = open_code_graph(root)
     elif detail:
-        graph = open_graph(detail)
+        has_manifest = (Path(detail) / MANIFEST).is_file()
+        graph = open_graph(detail) if has_manifest else open_published(Path(detail), root)
     else:
         raise InputError("data 'graph' needs a detail; write graph:power:EDGES, graph:stdlib or graph:FOLDER")
     for what, asked, there in (
@@ -57,7 +69,9 @@ class GraphSamples:
         self._nodes = np.ascontiguousarray(nodes, np.int64)
         self._seed, self._is_native = seed, is_native
         self._sampler: NeighbourSampler | None = None
-        self.sample_s = self.gather_s = 0.0
+        self.sample_s = self.gather_s = self.busy_s = 0.0
+        """Seconds that calls have sampled, have gathered, and in which any call was running."""
+        self._lock, self._num_running, self._since_s = threading.Lock(), 0, 0.0
         self.num_drawn = 0
         self.pins = False
         """Whether features are gathered into pinned memory."""
@@ -68,8 +82,11 @@ class GraphSamples:
         return len(self._nodes)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves the sampler out, whose threads stay in this process."""
-        return {**self.__dict__, "_sampler": None}
+        """Leaves out the sampler and the lock, which stay in this process."""
+        return {**self.__dict__, "_sampler": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_lock": threading.Lock(), "_num_running": 0}
 
     @property
     def features(self) -> int:
@@ -95,6 +112,17 @@ class GraphSamples:
 
     def drawn(self, indices: Indices, step: int) -> tuple[Any, Tensor]:
         """Returns the inputs and classes of some nodes, with the neighbourhoods of a training step."""
+        with self._lock:
+            self._since_s = self._since_s if self._num_running else time.perf_counter()
+            self._num_running += 1
+        try:
+            return self._drawn(indices, step)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                self.busy_s += 0.0 if self._num_running else time.perf_counter() - self._since_s
+
+    def _drawn(self, indices: Indices, step: int) -> tuple[Any, Tensor]:
         targets = self._nodes[check_indices(indices, len(self)).numpy()]
         labels = torch.from_numpy(self.graph.labels[targets])
         started = time.perf_counter()
