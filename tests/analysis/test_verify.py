@@ -545,6 +545,11 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set place.servers to 1 or more",
     ),
     (
+        preset("byteps").plan.replace(reduce=Reduce(wire="summation-service", combiner="average")),
+        "the servers of wire 'summation-service' sum gradients, and combiner 'average' needs more than sums",
+        "set reduce.combiner to 'sum', or reduce.wire to 'all-reduce'",
+    ),
+    (
         preset("ddp").plan.replace(reduce=Reduce()),
         "4 replicas would never exchange their gradients",
         "set reduce.wire, to 'all-reduce' for instance",

@@ -12,6 +12,7 @@ from pipedejavu.program import Action, ActionKind, GroupRole, Program, UpdatePla
 from pipedejavu.program.action import COMPUTE_KINDS, GRADIENT_KINDS, RECV
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.program import shard_group
+from pipedejavu.program.summation import interface_share
 from pipedejavu.simulate.correction_cost import added_updates
 from pipedejavu.simulate.unit_traffic import unit_collectives
 
@@ -250,10 +251,8 @@ class ActionCosts:
         wires = tuple(sorted({w for r in routes for w in r.wires}))
         loads = tuple(hops[wire] for wire in wires)
         if group.helpers and a.kind == ActionKind.REDUCE:
-            latency_s, byte_s = _ring_line(a, routes)
-            # Gradients are divided so that every network interface carries the same load.
-            helpers = len(group.helpers)
-            latency_s, time_s = 2 * latency_s, 2 * n * (n - 1) / (n * n + helpers * n - 2 * helpers) * size * byte_s
+            round_s, byte_s = _ring_line(a, self._ring((*group.workers, *group.helpers)))
+            latency_s, time_s = 2 * round_s, interface_share(n, len(group.helpers)) * size * byte_s
             share = 0.0
         else:
             latency_s, time_s, share = self._add_times(a, group.workers, routes, size)
