@@ -7,6 +7,7 @@ from rich.table import Table
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import format_bytes
 from pipedejavu.probe.installation import Installation, inspect_installation
+from pipedejavu.runtime.socket_home import describe_homes, own_cores, read_topology
 
 
 def run(version: str, as_json: bool) -> None:
@@ -25,6 +26,8 @@ def _print(version: str, installation: Installation) -> None:
     console.print(f"pipedejavu {version}, Python {installation.python}, {installation.platform}")
     console.print(f"{installation.cores} cores{f' ({installation.processor})' if installation.processor else ''}")
     console.print(f"GPUs: {'; '.join(installation.gpus) or 'none that torch sees'}")
+    for sentence in describe_homes(read_topology(), own_cores()):
+        console.print(sentence)
     free, disk = format_bytes(installation.free_memory_bytes), format_bytes(installation.free_disk_bytes)
     console.print(f"free: {free} of memory, {disk} of disk here\n")
     shown = Table(box=None, pad_edge=False, header_style="bold")

@@ -32,6 +32,7 @@ from pipedejavu.optim.moment_format import MOMENT_FORMATS, MomentFormat
 from pipedejavu.optim.native import HostUpdate
 from pipedejavu.runtime.device_memory import use_expandable_segments
 from pipedejavu.runtime.host_pages import end_warming
+from pipedejavu.runtime.socket_home import bound_to, home_of_device
 
 _log = logging.getLogger("pipedejavu")
 
@@ -119,7 +120,9 @@ class HybridAdamW(Optimizer):
         if self.device.type == "cuda":
             use_expandable_segments()
         meter = MemoryMeter(self.device, *self._budgets)
-        self._lanes = HybridLanes(self.device, HostUpdate(host_threads))
+        with bound_to(home_of_device(self.device)):  # threads of the update stay on the GPU's socket, and its memory
+            update = HostUpdate(host_threads)
+        self._lanes = HybridLanes(self.device, update)
         self._model = model
         self._options = StepOptions(
             clip_norm=clip_norm, microbatches=microbatches, speculates=speculate, gpu_units=gpu_units,
