@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import FaultsError, InputError
@@ -112,3 +113,16 @@ def test_parts_of_checkpoints_rest_on_the_host(layouts):
     assert case.furthest(case.trained_plainly()) <= 1e-12
     copies = [str(a) for worker in case.program.workers for a in worker.actions if str(a).startswith("OFFLOAD")]
     assert copies
+
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("layouts", [(), LAYOUTS[0]])
+def test_a_unit_that_draws_more_than_dropouts_is_refused(layouts):
+    case = divided_case("tokens", layouts=layouts)
+    case.units.insert(2, ("noise", Noisy()))
+    with pytest.raises(InputError, match="unit 'noise' draws random numbers with 'rand_like', which they would not"):
+        Threads(case.program, case.job, case.batches)

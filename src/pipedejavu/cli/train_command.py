@@ -160,9 +160,7 @@ def _train(
     plan = partial(plan_run, devices=request.device_choice, ranks=ranks, renews=request.renew, prepared=prepared)
     options, program, note = plan(options, chosen, machine, start=start, profile=profile, eager=eager)
     if ranks.is_first and not request.as_json:
-        _announce(options, program, note)
-        for sentence in describe_outlook(options, program, start.step if start else 0):
-            print_error(sentence)
+        _announce(options, program, note, start)
     if options.init_candidates > 1 and not (start and start.step):
         start = _choose_candidate(options, program, folder, ranks, start)
         options, program, _ = plan(options, program.plan, program.machine, start=start, profile=program.profile)
@@ -222,7 +220,7 @@ def _print_done(resumed: "Resumed", options: "TrainOptions", as_json: bool) -> N
         print_json(_summary_of(resumed.folder))
 
 
-def _announce(options: "TrainOptions", program: Program, note: str) -> None:
+def _announce(options: "TrainOptions", program: Program, note: str, start: "RunStart | None") -> None:
     axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
     print_error(f"{options.model} with plan {program.plan.name}: {axes}")
     devices = (program.machine.device(name) for name in program.devices)
@@ -232,6 +230,8 @@ def _announce(options: "TrainOptions", program: Program, note: str) -> None:
         print_error(f"{decision.axis}: {decision.choice} ({decision.reason})")
     if note:
         print_error(note)
+    for sentence in describe_outlook(options, program, start.step if start else 0):
+        print_error(sentence)
 
 
 def _describe_update(program: Program) -> str:

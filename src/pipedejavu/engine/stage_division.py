@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipedejavu.engine.device import device_of
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.recompute_span import tensors_of
 from pipedejavu.facts import InputError
@@ -13,7 +14,7 @@ from pipedejavu.program import Program
 from pipedejavu.runtime.axis_region import LOSS_UNIT, UnitGraph
 from pipedejavu.runtime.axis_rule import argument, name_of, shape_of
 from pipedejavu.runtime.compiled_unit import LossCall
-from pipedejavu.runtime.division import Division, LayoutKind, divide
+from pipedejavu.runtime.division import Division, LayoutKind, divide, drawn_in
 from pipedejavu.runtime.loss_rule import LOSS
 from pipedejavu.runtime.sequence_region import sequence_lengths
 
@@ -69,6 +70,7 @@ class Divisions:
 
     def _find(self, inputs: Any, targets: Any) -> dict[int, Division]:
         graphs = self._record(inputs, targets)
+        self._check_draws(graphs)
         divisions = self._divide(graphs, [] if self.has_vocabulary else self._tied)
         if unlike := self._unlike(divisions):
             divisions = self._divide(graphs, unlike)
@@ -96,6 +98,16 @@ class Divisions:
             except InputError:  # the loss cannot be recorded, and takes the whole output
                 self._has_loss = False
         return self.job.graphs(self.job.units, inputs)
+
+    def _check_draws(self, graphs: list[UnitGraph]) -> None:
+        """Raises InputError if workers would draw other random numbers: on a CPU each seeds only its dropouts."""
+        for graph in graphs if device_of(self.program, 0).type == "cpu" else []:
+            if name := drawn_in(graph):
+                raise InputError(
+                    f"plan '{self.program.plan.name}' divides operators over {self.size} workers, and unit"
+                    f" '{graph.name}' draws random numbers with '{name}', which they would not draw alike; use dropout"
+                    " in its place, or a plan that divides no operators"
+                )
 
     def _divide(self, graphs: list[UnitGraph], whole: list[Tensor]) -> dict[int, Division]:
         return {

@@ -10,7 +10,6 @@ from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from pipedejavu.runtime.axis_region import CONVOLUTIONS, GraphChain, Region, UnitGraph
@@ -19,14 +18,12 @@ from pipedejavu.runtime.channel_region import ChannelRegion, OperatorLayout, is_
 from pipedejavu.runtime.loss_rule import VOCABULARY_RULES, Rules
 from pipedejavu.runtime.param_layout import ParamLayout
 from pipedejavu.runtime.reshape_rule import Split, UndividedError
-from pipedejavu.runtime.sequence_region import SequenceRegion, sequence_region
+from pipedejavu.runtime.sequence_region import DROPOUTS, SequenceRegion, draws_at_random, sequence_region
 
 LayoutKind = Literal["pairs", "context", "stationary-x", "stationary-y", "stationary-w"]
 
 _MOST_TRIES = 3
 """Divisions of one dimension into parts that are tried."""
-_DROPOUT = frozenset(("dropout", "dropout_", "scaled_dot_product_attention"))
-"""Random operations whose masks can be drawn whole and divided."""
 
 
 class Collective(NamedTuple):
@@ -81,7 +78,11 @@ class Division:
         return ParamLayout(shape_of(node))
 
     def collectives(self) -> list[Collective]:
-        """Returns the all-reduces of a forward and a backward of the chain, in no order."""
+        """Returns the all-reduces of a forward and a backward of the chain, in no order.
+
+        If the sequence is divided, a scattered sum and a gather stand for those of activations; what parameters add in
+        the backward is not counted.
+        """
         rows = [
             Collective(self.chain.unit_of[node], is_forward, size)
             for node, layout in self.operators.items()
@@ -208,11 +209,10 @@ def _region(chain: GraphChain, size: int, node: fx.Node, dim: int, kept: set[int
 def _draws(chain: GraphChain, region: Region) -> bool:
     """Whether units of a region draw random numbers in a way that cannot be divided."""
     units = {chain.unit_of[node] for node in region.operations}
-    for unit in units:
-        for node in chain.graphs[unit].body.graph.nodes:
-            is_random = isinstance(node.target, torch._ops.OpOverload) and (
-                torch.Tag.nondeterministic_seeded in node.target.tags
-            )
-            if is_random and name_of(node) not in _DROPOUT:
-                return True
-    return False
+    return any(drawn_in(chain.graphs[unit]) for unit in units)
+
+
+def drawn_in(graph: UnitGraph) -> str:
+    """Returns the name of an operation that draws random numbers other than a dropout's; empty if there is none."""
+    drawn = [node for node in graph.body.graph.nodes if draws_at_random(node)]
+    return next((name for node in drawn if (name := name_of(node)) not in DROPOUTS), "")

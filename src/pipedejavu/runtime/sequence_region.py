@@ -19,7 +19,7 @@ from pipedejavu.runtime.loss_rule import LOSS, SEQUENCE_RULES, Rules
 from pipedejavu.runtime.reshape_rule import Split, UndividedError
 
 _ATTENTION = "scaled_dot_product_attention"
-_DROPOUT = frozenset(("dropout", "dropout_", _ATTENTION))
+DROPOUTS = frozenset(("dropout", "dropout_", _ATTENTION))
 """Random operations whose masks can be drawn whole and divided."""
 
 
@@ -108,7 +108,7 @@ class SequenceRegion(Region):
             return
         outer, self._now, begin = self._now, node, len(self._journal)
         try:
-            if _is_random(node) and name_of(node) not in _DROPOUT:
+            if draws_at_random(node) and name_of(node) not in DROPOUTS:
                 raise UndividedError("it draws random numbers")
             super()._apply(node)
             if node in self.sums and name_of(node) != LOSS:
@@ -145,5 +145,6 @@ def _axes_of(region: SequenceRegion, node: fx.Node) -> Axes | None:
     return region.rules[_ATTENTION](node)
 
 
-def _is_random(node: fx.Node) -> bool:
+def draws_at_random(node: fx.Node) -> bool:
+    """Whether an operation draws random numbers."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
