@@ -144,8 +144,8 @@ def _train(
     from pipedejavu.source.model_source import check_sources
     from pipedejavu.source.task import Prepared
 
-    if options.deterministic:
-        stack.enter_context(deterministic())  # units are measured, and compiled, as they will run
+    # Units are measured, and compiled, in the mode in which they will run.
+    stack.enter_context(deterministic(is_on=options.deterministic))
     start, profile, eager = resumed.start if resumed else None, None, None
     chosen, worker_hosts, prepared = Plan(), ranks.worker_hosts(), list[Prepared]()
     if ranks.is_first:

@@ -31,10 +31,11 @@ def be_deterministic() -> None:
 
 
 @contextmanager
-def deterministic() -> Iterator[None]:
-    """Makes this process deterministic inside the `with` block; what is compiled there is for this mode."""
+def deterministic(*, is_on: bool) -> Iterator[None]:
+    """Makes this process deterministic inside the `with` block if asked to; what is compiled there is for this mode."""
     mode = torch.get_deterministic_debug_mode()
-    be_deterministic()
+    if is_on:
+        be_deterministic()
     try:
         yield
     finally:
