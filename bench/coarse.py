@@ -12,11 +12,14 @@ Then both plans are audited for each model, with SGD and without dropout, as Ada
 a gradient is nearly zero, and a GPU draws other masks than the replay: the largest difference of a weight from the
 float64 replay must be less than a hundredth of the largest distance that a weight has moved; a lost sample would be
 more. VGG19 is audited in float64: its BatchNorms make so much of rounding that in float32 plain training fails as well.
+With `--slowed N` only VGG19 is run, on a GPU that repeats the work of every unit (slow_gpu.py), so N times as slow:
+`--slowed 3` makes an H200 about five times as fast as 16 cores, the ratio of a GTX 1650, and the CPU's share pays.
 With `--devices cpu` another CPU worker stands in for the GPU; `--quick` makes batches and steps small.
 """
 
 import argparse
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -31,6 +34,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from slow_gpu import FACTOR
 
 from pipedejavu.zoo import build
 
@@ -52,6 +56,8 @@ class Model:
     audited: str
     """Its twin without dropout, or itself."""
     audit_dtype: str = "float32"
+    source: str = ""
+    """A plan's file in place of the zoo's model and data."""
 
 
 MODELS = {
@@ -104,8 +110,9 @@ CHOSEN = "coarse, chosen"
 def train(name: str, row: Row, model: Model, data: str, folder: Path, *more: str) -> dict[str, Any]:
     """Runs a row to its end; returns its summary."""
     sizes = ("--samples", str(model.batch // row.microbatches), "--microbatches", str(row.microbatches))
-    command = [sys.executable, "-m", "pipedejavu", "train", f"zoo:{name}", *row.plan, *sizes, "--steps", str(row.steps)]
-    command += ["--data", data, "--run-dir", str(folder), "--json", *more]
+    source = (model.source,) if model.source else (f"zoo:{name}", "--data", data)
+    command = [sys.executable, "-m", "pipedejavu", "train", *source, *row.plan, *sizes, "--steps", str(row.steps)]
+    command += ["--run-dir", str(folder), "--json", *more]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-2000:]}")
@@ -140,12 +147,23 @@ def audit(model: Model, row: Row, data: str, folder: Path) -> str:
     place = folder / f"{model.name}-audit-{row.microbatches}"
     short = replace(row, steps=AUDIT_STEPS)
     more = ("--optimizer", "sgd", "--lr", str(AUDIT_LR), "--dtype", model.audit_dtype, "--audit")
-    difference = train(model.audited, short, model, data, place, *more)["audit"]["largest_difference"]
+    audited = train(model.audited, short, model, data, place, *more)["audit"]
+    difference, label = audited["largest_difference"], f"{model.audited}, {row.label}"
+    if model.source:
+        return f"  {label:46} {audited['sentence']}: {'right' if audited['verdict'] == 'passed' else 'WRONG'}"
     trained, before = load_file(place / "model.safetensors"), build(model.audited, seed=0, data=data).model.state_dict()
     moved = max(float((weight - before[name]).abs().max()) for name, weight in trained.items())
     is_right = difference < AUDIT_LIMIT * moved
     label = f"{model.audited}, {row.label}"
     return f"  {label:46} {difference:.2g} where weights moved {moved:.2g}: {'right' if is_right else 'WRONG'}"
+
+
+def slowed(factor: int, is_quick: bool) -> Model:
+    """Returns VGG19 on a GPU that is so many times as slow, as a model of the rows and audits."""
+    os.environ[FACTOR] = str(factor)
+    function = "vgg_small" if is_quick else "vgg19"
+    source = f"{Path(__file__).with_name('slow_gpu.py')}:{function}"
+    return replace(MODELS["vgg19"], name=f"{function} on a GPU {factor} times as slow", shares=(1 / 8,), source=source)
 
 
 def main() -> None:
@@ -154,11 +172,14 @@ def main() -> None:
     parser.add_argument("--devices", choices=("auto", "cpu"), default="auto" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="words that a row's name must have one of, by comma, or 'audit'")
     parser.add_argument("--audits-at-once", type=int, default=3)
+    parser.add_argument("--slowed", type=int, default=0, metavar="N", help="VGG19 on a GPU that is N times as slow")
     parser.add_argument("--folder", type=Path, help="where the runs are left, for `pipedejavu compare`")
     parser.add_argument("--quick", action="store_true", help="small batches and few steps")
     asked = parser.parse_args()
     start = time.perf_counter()
     models = [MODELS[name] for name in asked.models]
+    if asked.slowed:
+        models = [slowed(asked.slowed, asked.quick)]
     if asked.quick:
         models = [replace(model, batch=8, shares=(1 / 8, 1 / 2), steps=(6, 6, 6)) for model in models]
     words = asked.only.split(",")

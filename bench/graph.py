@@ -21,13 +21,16 @@ GPU a CPU worker stands in for it.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -311,13 +314,14 @@ def train_pyg(setting: Setting) -> Row:
     )
 
 
-def report(rows: list[Row], pyg: Row, alone: list[Row]) -> None:
+def report(rows: list[Row], pyg: Row | None, alone: list[Row]) -> None:
     """Prints all rows with their ratios."""
-    best = max(row.epochs_per_s for row in alone)
+    best = max((row.epochs_per_s for row in alone), default=math.nan)
+    beside = pyg.epochs_per_s if pyg else math.nan
     print(f"\n{'':36}{'epochs/s':>9} {'× PyG':>7} {'× best alone':>13} {'accuracy':>9}   per update, ms")
     for row in rows:
         stages = "  ".join(f"{name} {row.stages_ms[name]:.1f}" for name in row.stages_ms)
-        ratios = f"{row.epochs_per_s / pyg.epochs_per_s:>7.2f} {row.epochs_per_s / best:>13.2f}"
+        ratios = f"{row.epochs_per_s / beside:>7.2f} {row.epochs_per_s / best:>13.2f}"
         print(f"{row.label:36}{row.epochs_per_s:>9.3f} {ratios} {row.accuracy:>9.1%}   {stages}")
 
 
@@ -360,21 +364,35 @@ def main() -> None:
             f" {torch.cuda.get_device_name() if HAS_GPU else 'no GPU, a CPU worker stands in for it'}",
             flush=True,
         )  # fmt: skip
-        pyg = told(train_pyg(setting))
-        gpu = told(train(setting, "GPU alone", 0.0, on_host=False))
-        cpu = told(train(setting, "CPU alone", 1.0, on_host=False))
-        ahead = told(train(setting, "host aggregates", 0.0, on_host=True))
-        cpu_ahead = told(train(setting, "CPU alone, loader aggregates", 1.0, on_host=True))
-        both = told(train(setting, *shared("shares", gpu, cpu, batch), on_host=False))
-        both_ahead = told(train(setting, *shared("host aggregates, shares", ahead, cpu_ahead, batch), on_host=True))
-        rows = [pyg, gpu, cpu, cpu_ahead, both, ahead, both_ahead]
-        report(rows, pyg, [gpu, cpu, cpu_ahead])
+        run = partial(train, setting)
+        pyg = told("PyG", partial(train_pyg, setting))
+        gpu = told("GPU alone", partial(run, "GPU alone", 0.0, on_host=False))
+        cpu = told("CPU alone", partial(run, "CPU alone", 1.0, on_host=False))
+        ahead = told("host aggregates", partial(run, "host aggregates", 0.0, on_host=True))
+        cpu_ahead = told(
+            "CPU alone, loader aggregates", partial(run, "CPU alone, loader aggregates", 1.0, on_host=True)
+        )
+        both = both_ahead = None
+        if gpu and cpu:
+            both = told("shares", partial(run, *shared("shares", gpu, cpu, batch), on_host=False))
+        if ahead and cpu_ahead:
+            label = "host aggregates, shares"
+            both_ahead = told(label, partial(run, *shared(label, ahead, cpu_ahead, batch), on_host=True))
+        rows = [row for row in (pyg, gpu, cpu, cpu_ahead, both, ahead, both_ahead) if row]
+        report(rows, pyg, [row for row in (gpu, cpu, cpu_ahead) if row])
         if asked.out:
             write_timeline(rows, asked.out)
         print(f"{time.perf_counter() - started:.0f} s in all")
 
 
-def told(row: Row) -> Row:
+def told(label: str, make: Callable[[], Row]) -> Row | None:
+    """Makes a row and prints its speed; a row that fails says why, and the others go on."""
+    try:
+        row = make()
+    except Exception:
+        print(f"  {label} failed", flush=True)
+        traceback.print_exc()
+        return None
     print(f"  {row.label}: {row.epochs_per_s:.3f} epochs/s", flush=True)
     return row
 

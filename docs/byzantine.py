@@ -59,7 +59,8 @@ def measure_once() -> tuple[Profile, Machine]:
     """Measures the model once, on as many workers as any plan has."""
     plan, machine = make_machine(plan_of(1), read_worker_hosts(REPLICAS + 1), "cpu")
     job, batches = prepare((SAMPLES,))
-    return measure("mlp", job, plan, batches.first, {"cpu": torch.device("cpu")}), machine
+    make = batches.task.data.batch
+    return measure("mlp", job, plan, batches.first, make, {"cpu": torch.device("cpu")}), machine
 
 
 def train(known: tuple[Profile, Machine], fault: str | None, trim: int | None) -> Run:
@@ -137,7 +138,7 @@ of the server's own; a `Trainer` uses the last microbatch of its `sample`. Norma
 microbatch, and dropout is the same for all gradients.
 
 This costs one forward pass on the server per replica, after the last gradient has arrived, and each gradient is sent
-whole; `simulate preset:zeno` shows both. The server must hold the whole model as one piece. `reduce.trim` must be at
+whole; `simulate preset:zeno` shows both. One server must hold the whole model. `reduce.trim` must be at
 least the number of faulty replicas, and one replica must be honest. Under AdamW γ is small compared with the actual
 step, so a score depends on little more than the direction. That is enough against flipped signs and noise, and the
 optimizer itself divides by the size.
@@ -148,6 +149,12 @@ optimizer itself divides by the size.
 `--byzantine COUNT:KIND[:FACTOR]` makes the last COUNT replicas faulty, under any plan whose replicas send gradients:
 `sign-flip` sends −FACTOR times the gradient, `scale` sends FACTOR times the gradient, `random` sends noise with FACTOR
 times its size. FACTOR is 10 by default. The audit (`--audit`) replays the faults, every score and every choice.
+
+A fault may be that of one stage: `COUNT:KIND[:FACTOR]@STAGE` spoils the weight gradients of one stage,
+`@STAGE:activations` what its forwards pass on, and `@STAGE:errors` the gradients that its backwards pass on, in a
+linear pipeline of any schedule. Replicated pipelines whose server combines by `score-trim` (a `chain` cut) have a score
+per stage and replica: the step that is scored moves the weights of that stage alone, and a stage is dropped without the
+rest of its replica. `pipedejavu reproduce faulty-stages` shows both ([experiments](reproduce.md)).
 
 ## Figures
 

@@ -545,6 +545,11 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set place.servers to 1 or more",
     ),
     (
+        preset("byteps").plan.replace(reduce=Reduce(wire="summation-service", combiner="average")),
+        "the servers of wire 'summation-service' sum gradients, and combiner 'average' needs more than sums",
+        "set reduce.combiner to 'sum', or reduce.wire to 'all-reduce'",
+    ),
+    (
         preset("ddp").plan.replace(reduce=Reduce()),
         "4 replicas would never exchange their gradients",
         "set reduce.wire, to 'all-reduce' for instance",
@@ -776,6 +781,11 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "use preset:ddp, or a model with more layers",
     ),
     (
+        preset("context").plan.replace(name="dense"),
+        "layout 'context' divides the sequence of attentions, and model 'model' has none",
+        "use another plan, such as preset:ddp, or a model with attention",
+    ),
+    (
         Plan(cut=Cut(capacity=1.25)),
         "cut.capacity limits the rows of experts, and cut 'whole(1.25)' divides none",
         "leave cut.capacity out, or use layout 'expert'",
@@ -823,7 +833,7 @@ def told(plan: Plan, profile) -> tuple[str, ...]:
 def profile_for(plan: Plan, model):
     profile = model(8, tie=(0, 7)) if plan.name == "tied" else model(8)
     if plan.name == "dense":
-        none = {"expert_share": 0.0, "num_experts": 0, "num_convolutions": 0, "num_products": 0}
+        none = {"expert_share": 0.0, "num_experts": 0, "num_convolutions": 0, "num_products": 0, "num_attentions": 0}
         first, *others = (unit.replace(**none) for unit in profile.units)
         profile = profile.replace(units=(first.replace(num_products=1), *others))
     return profile

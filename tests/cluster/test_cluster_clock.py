@@ -132,4 +132,4 @@ def test_jobs_that_cannot_run_are_refused(jobs: list[ClusterJob], text: str) -> 
 
 def test_options_that_do_not_exist_are_refused_together() -> None:
     with pytest.raises(FaultsError, match=r"(?s)there is no policy 'fif'; did you mean 'fifo'\?.*no packing 'tight'"):
-        simulate_cluster([job("a")], [server()], ScheduleOptions(policy="fif", packing="tight"))
+        ScheduleOptions.from_json('{"policy": "fif", "packing": "tight"}', source="the options of schedule")

@@ -122,6 +122,20 @@ def test_two_hosts_train_a_pipeline_with_replicas_and_share_no_folder(tmp_path: 
     assert len(machine["hosts"]) == 2
 
 
+@pytest.mark.slow
+def test_a_host_adds_its_own_gradients_before_a_helper_on_another_host_sums(tmp_path, processes, two_hosts) -> None:
+    """Two replicas on the first host, and one with the helper on the second."""
+    first = tmp_path / two_hosts[0][0]
+    first.mkdir()
+    preset("byteps").at(workers=3, microbatches=1).save(first / "plan.json")
+    plan = ("--plan", "plan.json", "--audit", "--json", "--run-dir", "run")
+    started = start_on_hosts(processes, tmp_path, two_hosts, (*TRAIN, *plan))
+    (code, out, err), (other_code, _, other_err) = [processes.finish(p) for p in started]
+    assert code == 0, err
+    assert other_code == 0, other_err
+    check_run(json.loads(out), first / "run", workers=4)
+
+
 def test_two_hosts_have_nothing_in_common_but_the_cable(two_hosts) -> None:
     names, address = two_hosts
     with socket.create_server(("127.0.0.1", 0)) as server:

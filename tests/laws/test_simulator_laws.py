@@ -671,6 +671,24 @@ def test_gradients_that_leave_take_the_memory_of_two_layers_at_most(bytes_per_s)
     assert found <= {100.0, 200.0}
 
 
+def test_hippie_updates_all_stages_but_the_first_in_the_drain():
+    """Stage s has s backwards of slack: its update ends before the first stage's last backward."""
+    plan = at("hippie", 4, 8)
+    prediction = simulate(compile_plan(*unit_costs(plan, {"F": 1.0, "B": 2.0, "R": 1.0, "U": 1.5})))
+    spans = [*prediction.timeline().spans()]
+    last = max(s.end_s for s in spans if s.worker == 0 and s.action.startswith("B"))
+    for worker in (1, 2, 3):
+        assert max(s.end_s for s in spans if s.worker == worker and s.action.startswith("UPDATE")) <= last
+    assert prediction.makespan_s == pytest.approx(last + 1.5)
+    assert prediction.workers[-1].peak_live_microbatches == 1  # the last stage runs F and B back to back
+
+
+def test_memory_efficiency_is_throughput_over_the_fullest_devices_bytes():
+    prediction = run(at("1f1b", 4, 8), model([(1.0, 2.0)] * 8), computer(["here"] * 4, Link(bytes_per_s=FREE)))
+    most = max(worker.peak_bytes for worker in prediction.workers)
+    assert prediction.memory_efficiency == pytest.approx(8 / prediction.makespan_s / most)
+
+
 def test_a_curve_adds_up_to_its_peak():
     for name in ("1f1b", "zero-3", "pipedream", "fine"):
         for worker in simulate(example(name, 0.5)).workers:

@@ -22,7 +22,7 @@ from pipedejavu.planner.compile_choice import (
     with_times,
 )
 from pipedejavu.planner.measure import measure
-from pipedejavu.run import TrainOptions
+from pipedejavu.run import RunStart, TrainOptions
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.session.trainer_plan import settle_compile
 from tests.search.case import machine, profile
@@ -73,8 +73,9 @@ def settle_launch(
 ) -> CompiledPlan:
     """Returns the plan of a run of so many steps whose mode is auto."""
     monkeypatch.setattr(planned_run, "measure_plan", lambda _, plan, *__, **___: measured(plan.is_compiled))
-    options = TrainOptions(model="mlp", compile="auto")
-    return planned_run._settle_compile(PLAN, options, here, (), ranks or RankGroup(), [], steps=steps, renews=False)
+    options = TrainOptions(model="mlp", compile="auto", steps=steps)
+    settings = {"start": RunStart(), "renews": False}
+    return planned_run._settle_compile(PLAN, options, here, (), ranks or RankGroup(), [], **settings)
 
 
 def test_few_steps_measure_nothing_compiled(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,12 +230,12 @@ def test_a_run_with_the_profile_of_its_search_measures_compiled_units_alone(
 ) -> None:
     measured = Measured(0.6)
     monkeypatch.setattr(planned_run, "measure_plan", lambda _, plan, *__, **___: measured(plan.is_compiled))
-    options = TrainOptions(model="mlp", compile="auto")
-    arguments = (PLAN, options, here, (), RankGroup(), [])
-    steps = steps_for(here, 0.25)
-    plan, _ = planned_run._settle_compile(*arguments, steps=steps, renews=False, eager=measured.eager)
+    options = TrainOptions(model="mlp", compile="auto", steps=steps_for(here, 0.25))
+    others = (here, (), RankGroup(), [])
+    settings = {"start": RunStart(), "renews": False, "eager": measured.eager}
+    plan, _ = planned_run._settle_compile(PLAN, options, *others, **settings)
     assert plan.is_compiled
     assert measured.calls == [True]
-    few = planned_run._settle_compile(*arguments, steps=1, renews=False, eager=measured.eager)
+    few = planned_run._settle_compile(PLAN, options.replace(steps=1), *others, **settings)
     assert few.profile is measured.eager
     assert measured.calls == [True]

@@ -15,6 +15,8 @@ from pipedejavu.engine import Job, Sgd
 from pipedejavu.facts import Cost
 from pipedejavu.plan import preset
 from pipedejavu.planner.measure import measure
+from pipedejavu.planner.planning import most_samples
+from pipedejavu.planner.profiling import MeasureSetup
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,10 @@ def test_who_measures_and_trains_a_chain_does_not_load_a_compiler() -> None:
     """It takes longer to load than all the rest of a start, in every worker."""
     done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
+
+
+def test_machines_with_a_gpu_measure_larger_microbatches() -> None:
+    cpu = MeasureSetup("cpu", torch.device("cpu"), 2)
+    gpu = MeasureSetup("h200", torch.device("cuda"), 2)
+    assert [most_samples(batch, [cpu]) for batch in (2, 8, 100)] == [2, 8, 8]
+    assert [most_samples(batch, [cpu, gpu]) for batch in (2, 8, 100)] == [2, 8, 32]

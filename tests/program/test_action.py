@@ -109,6 +109,7 @@ LANES = {
     "RECV:x2.5<0": "net<0",
     "REDUCE:d2@0*s2": "net*s2",
     "GATHER:w2@1*s2": "net*s2",
+    "SUM:d2@0*s2": "net*s2",
 }
 
 

@@ -2,15 +2,16 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
 
 from pipedejavu.analysis import verify
 from pipedejavu.analysis.size import Sizes
-from pipedejavu.facts import InputError, Tie
+from pipedejavu.facts import FaultsError, InputError, Tie
 from pipedejavu.plan import Keep, Order, Place, Plan, preset, presets
-from pipedejavu.program import Action, Table
+from pipedejavu.program import Action, ActionKind, Table
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate, unit_costs
 
@@ -490,11 +491,26 @@ def test_distreal_averages_weights_every_fourth_update(build, m):
         assert [(a.what, a.version) for a in line] == [("w", t) for t in range(4, m + 1, 4)]
 
 
-def test_byteps_sums_with_the_help_of_servers_that_run_nothing_themselves(build):
+def test_byteps_sums_with_the_help_of_servers_that_only_sum(build):
     program = build("byteps", workers=4, microbatches=2)
     assert program.groups["s0"].workers == (0, 1, 2, 3)
     assert program.groups["s0"].helpers == (4,)
-    assert program.workers[4].actions == ()
+    reduced = [str(a) for a in program.workers[0].actions if a.kind == "REDUCE"]
+    assert len(reduced) == len(program.pieces) * program.plan.steps
+    assert [str(a) for a in program.workers[4].actions] == [text.replace("REDUCE", "SUM") for text in reduced]
+    verify(program)
+
+
+def test_a_server_that_does_not_sum_what_its_group_reduces_is_a_fault(build):
+    program = build("byteps", workers=2, microbatches=1)
+    (*workers, server) = program.workers
+    for actions, text in (
+        (server.actions[1:], "its group [0, 1, 2]"),
+        (tuple(a._replace(kind=ActionKind.REDUCE) for a in server.actions), "members of one collective differ"),
+    ):
+        with pytest.raises(FaultsError) as refused:
+            verify(program.with_workers((*workers, replace(server, actions=actions))))
+        assert text in str(refused.value)
 
 
 def test_hyscale_brings_data_in_two_batches_ahead(build):

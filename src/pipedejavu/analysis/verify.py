@@ -6,7 +6,7 @@ cycle, that weight versions are those of the plan, and that memory suffices.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pipedejavu.analysis.graph import Graph, build_graph
 from pipedejavu.analysis.liveness import Liveness, Stay, count_versions
@@ -24,6 +24,7 @@ from pipedejavu.program.action import (
     RECV,
     REDUCE,
     SEND,
+    SUM,
     UPDATE,
     WEIGHT_BACKWARD,
     Action,
@@ -32,7 +33,7 @@ from pipedejavu.program.action import (
     value_of,
 )
 from pipedejavu.program.effect import TAKING, Table, resting
-from pipedejavu.program.program import GroupRole, Program, stage_group
+from pipedejavu.program.program import Group, GroupRole, Program, stage_group
 from pipedejavu.program.value import HOST, OPTIMIZER_STATE, WEIGHT_GRADIENT, WEIGHTS, Value
 
 MAX_FAULTS = 20
@@ -86,18 +87,23 @@ def _partner_faults(graph: Graph) -> Iterator[str]:
         if group is None:
             yield f"worker {workers[0]}: {first} names a group that does not exist"
             continue
-        expected = sorted(set(group.workers) & set(present))
+        expected = sorted({*group.workers, *group.helpers} & set(present))
         if sorted(workers) != expected:
             yield f"{first} has workers {sorted(workers)}, its group {expected}"
         is_tie = group.role is GroupRole.TIE  # tied pieces have different numbers, and replicas always do
         # Shards that divide experts have microbatches of their own.
         has_own = group.role is GroupRole.SHARDS and program.plan.divides_experts
-        meanings = {
-            (a.kind, a.what, -1 if is_tie else a.piece, -1 if has_own else a.microbatch, a.version) for a in actions
-        }
-        if len(meanings) > 1:
+        meanings = {(a.what, -1 if is_tie else a.piece, -1 if has_own else a.microbatch, a.version) for a in actions}
+        if len(meanings) > 1 or not _have_their_kinds(workers, actions, group):
             texts = ", ".join(f"worker {w}: {a}" for w, a in zip(workers, actions, strict=True))
             yield f"members of one collective differ: {texts}"
+
+
+def _have_their_kinds(workers: Sequence[int], actions: Sequence[Action], group: Group) -> bool:
+    """Whether all workers of a collective do the same, and its helpers, alone, sum."""
+    kinds = {a.kind for w, a in zip(workers, actions, strict=True) if w not in group.helpers}
+    helping = {a.kind for w, a in zip(workers, actions, strict=True) if w in group.helpers}
+    return len(kinds) <= 1 and SUM not in kinds and helping <= {SUM}
 
 
 def _once_faults(program: Program) -> Iterator[str]:

@@ -127,7 +127,7 @@ def _fit(resumed: "Resumed", request: TrainRequest, worker_hosts: "Sequence[Work
 def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | None) -> ChosenPlan:
     """Returns the best plan that the engine runs, with its machine and profile."""
     from pipedejavu.launch import find_fastest
-    from pipedejavu.planner.planning import MOST_SAMPLES, choose_plans, known_machine, profile_here
+    from pipedejavu.planner.planning import choose_plans, known_machine, measure_setups, most_samples, profile_here
     from pipedejavu.planner.precision_choice import faster, is_worth_measuring, split_of, with_precision
     from pipedejavu.profile import TimeBudget
     from pipedejavu.source.chosen_data import data_choice
@@ -159,7 +159,8 @@ def _search(options: "TrainOptions", request: TrainRequest, machine: Machine | N
         if is_worth_measuring(chosen, options.asked_precision, trains):
             plain = measured(chosen.precision, is_sketch=True)
             split = measured(split_of(chosen.precision), is_sketch=True)
-            chosen = faster(chosen, plain, split, min(question.batch, MOST_SAMPLES))
+            samples = most_samples(question.batch, measure_setups(machine))
+            chosen = faster(chosen, plain, split, samples)
         profile = measured(chosen.precision)
         clips = chosen.reduce.clip == "global"
         question = question.replace(precision=chosen.precision, clip="global" if clips else question.clip)

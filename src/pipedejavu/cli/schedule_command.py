@@ -111,7 +111,7 @@ def _options(request: ScheduleRequest, policy: str) -> ScheduleOptions:
         "policy": policy, "allocation": request.allocation, "packing": request.packing, "backfill": request.backfill,
         "round_s": request.round_s, "start_s": request.start_s, "disk_bytes_per_s": request.disk,
     }  # fmt: skip
-    return ScheduleOptions.from_json(json.dumps(form), source="the options of schedule").agreed()
+    return ScheduleOptions.from_json(json.dumps(form), source="the options of schedule")
 
 
 def _read_cluster(request: ScheduleRequest) -> tuple[list[Server], Machine | None]:

@@ -72,7 +72,8 @@ def print_prediction(prediction: Prediction, notes: Sequence[str], files: Sequen
     console.print(styled(program.plan.name, "bold"), f" {axes}")
     in_units = program.machine.name == "unit costs"
     makespan = f"{prediction.makespan_s:g} units" if in_units else format_seconds(prediction.makespan_s)
-    rate = "" if in_units else f"   {_samples_per_s(prediction):.4g} samples/s"
+    rate = "" if in_units else f"   {prediction.samples_per_s:.4g} samples/s"
+    rate += "" if in_units else f"   {prediction.memory_efficiency * 2**30:.4g} samples/s per GiB of the fullest device"
     console.print(styled(f"makespan {makespan}", "bold"), f"  bubble {prediction.bubble_fraction:.1%}{rate}")
     console.print(describe_chance(prediction.chance))
     console.print(_worker_table(prediction))
@@ -110,12 +111,6 @@ def describe_chance(chance: Chance) -> str:
     return f"As times vary and forecasts err, {mean} on average; nine in ten take {low} to {high}.\n"
 
 
-def _samples_per_s(prediction: Prediction) -> float:
-    plan = prediction.program.plan
-    samples = sum(prediction.program.sizes) * plan.steps
-    return samples / prediction.makespan_s if prediction.makespan_s else 0.0
-
-
 def _prediction_form(prediction: Prediction, notes: Sequence[str], files: Sequence[str]) -> dict[str, object]:
     program = prediction.program
     workers = []
@@ -130,7 +125,8 @@ def _prediction_form(prediction: Prediction, notes: Sequence[str], files: Sequen
         "makespan_s": prediction.makespan_s,
         "chance": prediction.chance._asdict(),
         "bubble_fraction": prediction.bubble_fraction,
-        "samples_per_s": _samples_per_s(prediction),
+        "samples_per_s": prediction.samples_per_s,
+        "memory_efficiency": prediction.memory_efficiency,
         "num_workers": program.plan.num_workers,
         "num_actions": program.num_actions,
         "workers": workers,

@@ -40,7 +40,7 @@ def simulate_cluster(
     jobs: Sequence[ClusterJob], servers: Sequence[Server], options: ScheduleOptions | None = None
 ) -> ClusterCourse:
     """Runs all jobs to their end; raises InputError for a job that the whole cluster could not run."""
-    options = (options or ScheduleOptions()).agreed()
+    options = options or ScheduleOptions()
     check_jobs(tuple(jobs))
     state = ClusterState(jobs, servers, options)
     _check_sizes(state)

@@ -1,6 +1,8 @@
 """Options of a cluster's schedule, checked against the policies, allocations and packings that exist."""
 
-from pydantic import Field
+from typing import Self
+
+from pydantic import Field, model_validator
 
 from pipedejavu.cluster.allocation import ALLOCATIONS
 from pipedejavu.cluster.policy import POLICIES
@@ -25,6 +27,10 @@ class ScheduleOptions(Record):
     """Rate at which checkpoints are written and read."""
     rent_start_s: Seconds = 120.0
     """Time until a rented server can be used."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        return self.agreed()
 
     def disagreements(self) -> list[str]:
         """Returns the names that do not exist."""

@@ -84,7 +84,6 @@ class Handlers(JoinedState):
         self.reads = Counter(value for a in program.workers[index].actions for value in self.effects[a][0])
         self.readers = self.reads.copy()
         self.summed = {key: is_summed(program, index, key) for key in runners}
-        """Whether an update of a piece sums gradients of several microbatches or workers."""
         self.lock = threading.Lock()
         self.first_microbatch = self.first_version = 0
         self._unread_losses: dict[int, Tensor] = {}
@@ -102,6 +101,7 @@ class Handlers(JoinedState):
             ActionKind.SEND: self.send,
             ActionKind.RECV: self.receive,
             ActionKind.REDUCE: self.reduce,
+            ActionKind.SUM: lambda a: self.wire.serve(a.group),
             ActionKind.GATHER: self.gather,
             ActionKind.UPDATE: self.applier.update,
             ActionKind.DROP: self.drop,

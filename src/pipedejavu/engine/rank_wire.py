@@ -3,14 +3,16 @@
 All ranks tell each other what they are, choose alike, and connect before the first round.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 
 from torch import Tensor
 
 from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.nccl_wire import NcclWire
-from pipedejavu.engine.wire import Key, ProcessWire, Wire, on_host, staged
+from pipedejavu.engine.staged_wire import on_host, staged
+from pipedejavu.engine.summation_service import SummationService
+from pipedejavu.engine.wire import Key, ProcessWire, Wire
 from pipedejavu.engine.wire_choice import WireKind, choose_group_wire, choose_wire
 from pipedejavu.engine.wire_end import describe_end, gather_ends, open_listener
 from pipedejavu.program import ActionKind, GroupRole, Program
@@ -18,7 +20,7 @@ from pipedejavu.runtime.cuda_ipc import find_device
 from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
 from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.runtime.memory_slot import GpuEnds
-from pipedejavu.runtime.peer_socket import Address, PeerSocket, connect_all
+from pipedejavu.runtime.peer_socket import Address, PeerListener, PeerSocket, connect_all
 from pipedejavu.runtime.traffic import Counts, even_counts
 
 Edge = tuple[int, int]
@@ -34,6 +36,9 @@ class RankWire:
         listener = open_listener()
         self.ends = gather_ends(describe_end(self.device, listener))
         members = _members(program)
+        self.host_groups = _host_groups(program, [end.host for end in self.ends])
+        """By group that has helpers, the trainers of each host, if several hosts have some."""
+        members |= _members_on_hosts(self.host_groups)
         self.edges = {edge: choose_wire(*(self.ends[r] for r in edge)) for edge in sorted(_edges(program))}
         self.groups = {name: choose_group_wire([self.ends[r] for r in ranks]) for name, ranks in members.items()}
         self.num_members = {name: len(ranks) for name, ranks in members.items()}
@@ -41,18 +46,29 @@ class RankWire:
         # NCCL sums tensors of GPUs only, so those of the host take Gloo.
         on_gloo = {n: r for n, r in members.items() if not self.groups[n].kind.is_in_memory}
         self.gloo = ProcessWire(rank, on_gloo)
+        self._make_services(program)
         self._staged = staged(self.gloo, self.device)
         self.nccl = self._make_nccl(members)
         self.senders: dict[int, SendEnd] = {}
         self.receivers: dict[int, ReceiveEnd] = {}
         self.memory_groups: dict[str, MemoryGroup] = {}
         if listener is not None:
-            pairs = [edge for edge, choice in self.edges.items() if choice.kind.is_in_memory]
-            shared = [(n, pair) for n, r in members.items() if self.groups[n].kind.is_in_memory for pair in _pairs(r)]
-            addresses = {n: Address(end.name, end.secret) for n, end in enumerate(self.ends)}
-            sockets = connect_all(rank, listener, addresses, [*pairs, *(pair for _, pair in shared)])
-            self._open_channels(pairs, sockets)
-            self._open_groups(shared, {n - len(pairs): peer for n, peer in sockets.items() if n >= len(pairs)})
+            self._connect(listener, members)
+
+    def _connect(self, listener: PeerListener, members: dict[str, tuple[int, ...]]) -> None:
+        """Opens the channels and groups whose ranks share memory."""
+        pairs = [edge for edge, choice in self.edges.items() if choice.kind.is_in_memory]
+        shared = [(n, pair) for n, r in members.items() if self.groups[n].kind.is_in_memory for pair in _pairs(r)]
+        addresses = {n: Address(end.name, end.secret) for n, end in enumerate(self.ends)}
+        sockets = connect_all(self.rank, listener, addresses, [*pairs, *(pair for _, pair in shared)])
+        self._open_channels(pairs, sockets)
+        self._open_groups(shared, {n - len(pairs): peer for n, peer in sockets.items() if n >= len(pairs)})
+
+    def _make_services(self, program: Program) -> None:
+        """Makes the summation service of each group with helpers, of which the first trainer of each host is a part."""
+        for name, hosts in sorted(self.host_groups.items()):
+            trainers, helpers = [ranks[0] for ranks in hosts], program.groups[name].helpers
+            self.gloo.services[name] = SummationService(name, trainers, helpers, self.rank, self.gloo.carried)
 
     def _make_nccl(self, members: dict[str, tuple[int, ...]]) -> NcclWire:
         edges = [edge for edge, choice in self.edges.items() if choice.kind == WireKind.NCCL]
@@ -91,7 +107,8 @@ class RankWire:
         """Whether what this lane transfers is issued to its stream, so that the lane's thread need not wait for it."""
         name = lane.removeprefix("net")
         if name.startswith("*"):
-            return name[1:] in self.groups and name[1:] not in self._norms and self.groups[name[1:]].kind.is_on_gpu
+            by_host = self._norms | self.host_groups.keys()
+            return name[1:] in self.groups and name[1:] not in by_host and self.groups[name[1:]].kind.is_on_gpu
         edge = (self.rank, int(name[1:])) if name.startswith(">") else (int(name[1:]), self.rank)
         return edge in self.edges and self.edges[edge].kind.is_on_gpu
 
@@ -123,6 +140,23 @@ class RankWire:
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors, with the same bits on all of them."""
         return self._collect(tensor, group, lambda memory, t: memory.add_up(t), lambda wire, t: wire.add_up(t, group))
+
+    def push_pull(self, vector: Tensor, group: str) -> Tensor:
+        """Returns the sum of the members' vectors: over each host first, then over the hosts and the helpers."""
+        ranks = next(ranks for ranks in self.host_groups[group] if self.rank in ranks)
+        if len(ranks) == 1:
+            return self._staged.push_pull(vector, group)
+        local, count = _on_host(group, ranks), vector.numel()
+        vector = self.add_up(vector, local)
+        is_first = self.rank == ranks[0]
+        total = self._staged.push_pull(vector, group) if is_first else vector
+        counts = [[count] * len(ranks), *([0] * len(ranks) for _ in ranks[1:])]
+        sent = total.repeat(len(ranks)) if is_first else vector[:0]
+        return self.all_to_all(sent, local, counts)
+
+    def serve(self, group: str) -> None:
+        """Sums a part of what the hosts of a group push."""
+        self._staged.serve(group)
 
     def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
         """Returns this rank's run of rows of the sum of the members' tensors."""
@@ -218,6 +252,31 @@ class RankWire:
 def _members(program: Program) -> dict[str, tuple[int, ...]]:
     """Returns the ranks of each group that has several."""
     return {name: group.workers for name, group in sorted(program.groups.items()) if len(group.workers) > 1}
+
+
+def _host_groups(program: Program, hosts: Sequence[str]) -> dict[str, list[tuple[int, ...]]]:
+    """Returns, for each group with helpers, its workers by host; each by itself if all are on one host."""
+    divided = {}
+    for name, group in program.groups.items():
+        if not group.helpers or len(group.workers) == 1:
+            continue
+        by_host: dict[object, tuple[int, ...]] = {}
+        is_alone = len({hosts[rank] for rank in group.workers}) == 1
+        for rank in sorted(group.workers):
+            key = rank if is_alone else hosts[rank]
+            by_host[key] = (*by_host.get(key, ()), rank)
+        divided[name] = [*by_host.values()]
+    return divided
+
+
+def _members_on_hosts(host_groups: dict[str, list[tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
+    """Returns the groups of the trainers that share a host."""
+    return {_on_host(n, ranks): ranks for n, hosts in host_groups.items() for ranks in hosts if len(ranks) > 1}
+
+
+def _on_host(group: str, ranks: tuple[int, ...]) -> str:
+    """Returns the name of the group of the workers of one host."""
+    return f"{group}+host{ranks[0]}"
 
 
 def _edges(program: Program) -> Iterable[Edge]:

@@ -72,7 +72,7 @@ class ReboundWeights(saved_tensors_hooks):
         self._spans: dict[int, list[tuple[int, int, str]]] = {}
         """By address of a storage, which several weights may share: the first and last element of each weight."""
         for name, weight in weights.items():
-            first = weight.storage_offset()
+            first = int(weight.storage_offset())
             address = weight.untyped_storage().data_ptr()
             self._spans.setdefault(address, []).append((first, first + weight.numel(), name))
         self.leaves = {name: stub(weight.detach()).requires_grad_() for name, weight in weights.items()}
@@ -86,7 +86,7 @@ class ReboundWeights(saved_tensors_hooks):
         return {name: begin_at(self.leaves[name], weight.detach()) for name, weight in weights.items()}
 
     def _pack(self, tensor: Tensor) -> Tensor | _WeightView:
-        at = tensor.storage_offset()
+        at = int(tensor.storage_offset())
         for first, end, name in self._spans.get(tensor.untyped_storage().data_ptr(), ()):
             if first <= at < end:
                 return _WeightView(name, tensor, at - first)

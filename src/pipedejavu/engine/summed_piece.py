@@ -62,9 +62,18 @@ def reduce_gradients(worker: HoldsGradients, a: Action) -> None:
     if layouts and worker.program.plan.divides_experts:  # workers with other experts have gradients of those
         is_of_experts = role is GroupRole.EXPERTS
         gradients_of_all = {name: g for name, g in gradients.items() if (name in layouts) == is_of_experts}
-        worker.values[value_of(a)] = gradients | add_up(worker.wire, gradients_of_all, a.group)
+        worker.values[value_of(a)] = gradients | _summed(worker, gradients_of_all, a.group)
         return
-    worker.values[value_of(a)] = add_up(worker.wire, gradients, a.group)
+    worker.values[value_of(a)] = _summed(worker, gradients, a.group)
+
+
+def _summed(worker: HoldsGradients, gradients: Tensors, group: str) -> Tensors:
+    """Returns the sums of gradients over a group, with its helpers if it has any."""
+    if not worker.program.groups[group].helpers:
+        return add_up(worker.wire, gradients, group)
+    parts = [gradient.detach() for gradient in gradients.values()]
+    total = worker.wire.push_pull(flatten(parts), group)
+    return dict(zip(gradients, unflatten(total, parts), strict=True))
 
 
 def add_up(wire: Wire, tensors: Tensors, group: str) -> Tensors:

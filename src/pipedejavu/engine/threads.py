@@ -21,6 +21,7 @@ from pipedejavu.engine.optimizer import LOW, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.sharded_piece import ShardedPiece, is_sharded
 from pipedejavu.engine.stage_division import Divisions
+from pipedejavu.engine.staged_wire import staged
 from pipedejavu.engine.tensor_parallel import (
     DividedStages,
     check_divisible,
@@ -29,7 +30,7 @@ from pipedejavu.engine.tensor_parallel import (
     is_first,
 )
 from pipedejavu.engine.unit_random import Unit
-from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError, staged
+from pipedejavu.engine.wire import Exchange, ThreadWire, Wire, WireStoppedError
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.engine.worker_thread import WorkerThread
 from pipedejavu.facts import InputError, Span
@@ -179,7 +180,8 @@ class Threads:
 def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRunner]:
     check_gpus_apart(program)
     graph, handlers = verify(program), list[Handlers]()
-    exchange = Exchange({name: group.workers for name, group in program.groups.items()})
+    groups = program.groups.items()
+    exchange = Exchange({name: g.workers for name, g in groups}, {name: g.helpers for name, g in groups if g.helpers})
     divisions = Divisions(program, job, batches)
     compiler = job.compiler_for(program)
     for index in range(len(program.workers)):

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipedejavu.engine.collective import all_gather, all_to_all, reduce_scatter
-from pipedejavu.engine.device import CPU, moved
+from pipedejavu.engine.summation_service import SummationService
+from pipedejavu.program.summation import summed_runs
 from pipedejavu.runtime.memory_group import sum_in_order
 from pipedejavu.runtime.traffic import Counts, Traffic, even_counts
 
@@ -29,6 +30,10 @@ Key = tuple[object, ...]
 
 MAX_IN_FLIGHT = 4
 """Sends of a channel that may be in flight; each keeps its tensor in memory."""
+
+
+HELPED = "+helpers"
+"""Added to the name of a group for its meeting with its helpers."""
 
 
 class WireStoppedError(Exception):
@@ -49,6 +54,12 @@ class Wire(Protocol):
 
     def add_up(self, tensor: Tensor, group: str) -> Tensor:
         """Returns the sum of the members' tensors."""
+
+    def push_pull(self, vector: Tensor, group: str) -> Tensor:
+        """Returns the sum of the members' vectors, with the help of the servers of the group."""
+
+    def serve(self, group: str) -> None:
+        """Sums a part of the vectors that the members of a group push, on a server that helps them."""
 
     def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
         """Returns this member's rows of the sum of the members' tensors, which the members divide evenly."""
@@ -83,6 +94,8 @@ class Exchange:
     """The channels and groups that the threads of one process share."""
 
     groups: dict[str, tuple[int, ...]]
+    helpers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """By group, the servers that help it to sum."""
     stopped: threading.Event = field(default_factory=threading.Event)
     channels: dict[tuple[int, int], queue.SimpleQueue[tuple[Tensor, ...]]] = field(default_factory=dict)
     meetings: dict[str, "_Meeting"] = field(default_factory=dict)
@@ -98,7 +111,12 @@ class Exchange:
         with self.lock:
             if self.stopped.is_set():
                 raise WireStoppedError
-            return self.meetings.setdefault(group, _Meeting(len(self.groups[group])))
+            return self.meetings.setdefault(group, _Meeting(len(self.members(group))))
+
+    def members(self, group: str) -> tuple[int, ...]:
+        """Returns the workers of a group, and after them its helpers if that is what its name asks for."""
+        name = group.removesuffix(HELPED)
+        return self.groups[name] + (self.helpers.get(name, ()) if name != group else ())
 
 
 class _Meeting:
@@ -139,6 +157,31 @@ class ThreadWire:
         """Sums in the order of the workers, so that all members get the same bits."""
         self.carried.add_up(group, self._size(group), tensor)
         return self._meet(tensor, group, lambda tensors: torch.stack(tensors).sum(0))
+
+    def push_pull(self, vector: Tensor, group: str) -> Tensor:
+        """Sums one run on each member and helper, in the order of the workers; joins the runs."""
+        run = self._sum_run(vector, group)
+        count = len(self.exchange.groups[group]) - 1
+        self.carried.send(group, count, vector.nbytes - run.nbytes + count * run.nbytes)
+        return self._meet(run, group + HELPED, torch.cat)
+
+    def serve(self, group: str) -> None:
+        """Sums this helper's run."""
+        run = self._sum_run(torch.zeros(0), group)
+        count = len(self.exchange.groups[group])
+        self.carried.send(group, count, count * run.nbytes)
+        self._meet(run, group + HELPED, lambda _: run)
+
+    def _sum_run(self, vector: Tensor, group: str) -> Tensor:
+        members = sorted(self.exchange.members(group + HELPED))
+        trainers = len(self.exchange.groups[group])
+
+        def sum_run(tensors: list[Tensor]) -> Tensor:
+            runs = summed_runs(tensors[0].numel(), trainers, len(members) - trainers)
+            run = runs[members.index(self.worker)]
+            return sum_in_order([tensor[run.start : run.stop] for tensor in tensors[:trainers]])
+
+        return self._meet(vector, group + HELPED, sum_run)
 
     def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
         """Sums in the order of the workers."""
@@ -216,6 +259,8 @@ class ProcessWire:
         self._in_flight: dict[int, deque[tuple[dist.Work, Tensor]]] = {}
         """By channel, sends that may not be complete, with their tensors."""
         self.carried = Traffic()
+        self.services: dict[str, SummationService] = {}
+        """By group, the service of its helpers, if this process is a trainer or a helper of it."""
         self.known: dict[tuple[int, Key], list[tuple[list[int], str]]] = {}
         self._expected: dict[int, Key] = {}
         """By channel, the key of the message that follows the one about to be received."""
@@ -294,6 +339,14 @@ class ProcessWire:
         self.carried.add_up(group, self.groups[group].size(), tensor)
         return tensor
 
+    def push_pull(self, vector: Tensor, group: str) -> Tensor:
+        """Sums over the members' processes, chunk by chunk."""
+        return self.services[group].push_pull(vector)
+
+    def serve(self, group: str) -> None:
+        """Sums this helper's chunks."""
+        self.services[group].serve()
+
     def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
         """Sums over the members' processes."""
         self.carried.reduce_scatter(group, self.groups[group].size(), vector)
@@ -313,76 +366,6 @@ class ProcessWire:
 
     def stop(self) -> None:
         """Does nothing: peers notice that this process ends."""
-
-
-@dataclass(frozen=True)
-class StagedWire:
-    """The wire of a worker on a GPU: copies through pinned host memory."""
-
-    wire: Wire
-    device: torch.device
-
-    def send(self, tensors: tuple[Tensor, ...], to: int, key: Key) -> None:
-        """Copies to the host, then sends."""
-        self.wire.send(on_host(tensors, self.device), to, key)
-
-    def expect(self, source: int, key: Key) -> None:
-        """Forwards to the wrapped wire."""
-        self.wire.expect(source, key)
-
-    def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
-        """Receives, then copies to the device."""
-        received: tuple[Tensor, ...] = moved(self.wire.receive(source, key), self.device)
-        return received
-
-    def add_up(self, tensor: Tensor, group: str) -> Tensor:
-        """Sums on the hosts."""
-        (on_cpu,) = on_host((tensor,), self.device)
-        return self.wire.add_up(on_cpu, group).to(tensor.device, non_blocking=True)
-
-    def reduce_scatter(self, vector: Tensor, group: str) -> Tensor:
-        """Sums on the hosts."""
-        (on_cpu,) = on_host((vector,), self.device)
-        return self.wire.reduce_scatter(on_cpu, group).to(vector.device, non_blocking=True)
-
-    def all_gather(self, run: Tensor, group: str, out: Tensor | None = None) -> Tensor:
-        """Gathers on the hosts."""
-        (on_cpu,) = on_host((run,), self.device)
-        whole = self.wire.all_gather(on_cpu, group)
-        return whole.to(run.device, non_blocking=True) if out is None else out.copy_(whole, non_blocking=True)
-
-    def all_to_all(self, rows: Tensor, group: str, counts: Counts | None = None) -> Tensor:
-        """Exchanges rows between the hosts."""
-        (on_cpu,) = on_host((rows,), self.device)
-        return self.wire.all_to_all(on_cpu, group, counts).to(rows.device, non_blocking=True)
-
-    def traffic(self) -> tuple[int, int]:
-        """Forwards to the wrapped wire."""
-        return self.wire.traffic()
-
-    def is_issued(self, lane: str) -> bool:  # noqa: ARG002
-        """Returns False: the host copies."""
-        return False
-
-    def flush(self) -> None:
-        """Forwards to the wrapped wire."""
-        self.wire.flush()
-
-    def stop(self) -> None:
-        """Forwards to the wrapped wire."""
-        self.wire.stop()
-
-
-def staged(wire: Wire, device: torch.device) -> Wire:
-    """Returns a wire of the host as the wire of a worker on a device."""
-    return wire if device == CPU else StagedWire(wire, device)
-
-
-def on_host(tensors: tuple[Tensor, ...], device: torch.device) -> tuple[Tensor, ...]:
-    """Returns tensors of a GPU in pinned host memory, after waiting for the copies."""
-    copies: tuple[Tensor, ...] = moved(tensors, CPU)
-    torch.cuda.current_stream(device).synchronize()
-    return copies
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

@@ -25,7 +25,7 @@ from pipedejavu.facts.measurement import Measurement, Survey
 from pipedejavu.facts.memory_file import MemoryFile
 from pipedejavu.facts.parent_death import end_with_parent
 from pipedejavu.facts.part_slowdown import with_part_times
-from pipedejavu.facts.profile import Cost, Edge, Profile, Tie, Unit, UnitTime, joint_spread
+from pipedejavu.facts.profile import Cost, DividedSums, Edge, Profile, Tie, Unit, UnitTime, joint_spread
 from pipedejavu.facts.published import read_profile
 from pipedejavu.facts.quantity import Bytes, format_bytes, format_seconds
 from pipedejavu.facts.record import Record, write_file
@@ -41,6 +41,7 @@ __all__ = [
     "CollectiveTime",
     "Cost",
     "Device",
+    "DividedSums",
     "Edge",
     "FaultsError",
     "HeadForm",

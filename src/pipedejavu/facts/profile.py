@@ -123,6 +123,13 @@ class UnitTime(Record):
         )
 
 
+class DividedSums(Record):
+    """The all-reduces of a unit whose operators are divided, each by its bytes per sample."""
+
+    forward: tuple[PartBytes, ...] = ()
+    backward: tuple[PartBytes, ...] = ()
+
+
 class Unit(Record):
     """The smallest part of a model that can be placed on a device."""
 
@@ -150,6 +157,9 @@ class Unit(Record):
     """Convolutions in its forward, whose filters and channels may be divided; None if not known."""
     num_products: int | None = Field(default=None, ge=0)
     """Matrix products in its forward, whose columns, rows and heads may be divided; None if not known."""
+    divided_sums: dict[str, DividedSums] = Field(default_factory=dict)
+    """What it sends if its operators are divided, by layout and number of devices, such as 'pairs/4'; a division that
+    is missing takes two all-reduces of the output in each pass."""
     num_attentions: int | None = Field(default=None, ge=0)
     """Attentions in its forward, and softmaxes, which may be parts of attentions; None if not known."""
     activation_bytes: PartBytes = 0.0

@@ -9,6 +9,7 @@ import torch
 from pipedejavu.engine import Job
 from pipedejavu.facts import Link, Machine, Profile
 from pipedejavu.plan import Plan, Precision
+from pipedejavu.plan.plan_trait import division_of
 from pipedejavu.planner.cache import find, keep
 from pipedejavu.planner.measure import measure
 from pipedejavu.planner.planning import MOST_SAMPLES, machine_key, source_hash
@@ -105,6 +106,7 @@ def _find_or_measure(
         "begins": plan.cut.begins,
         "is_compiled": plan.is_compiled,
         "setup": setup,
+        **({"division": division} if (division := division_of(plan)) else {}),
         **({} if plan.precision == Precision() else {"precision": str(plan.precision)}),
         **machine_key(),
     }

@@ -31,6 +31,15 @@ def can_take_turns(plan: Plan) -> bool:
     return not any(count % size if plan.is_flush_free else count < size for size in replicas)
 
 
+def division_of(plan: Plan) -> str:
+    """Returns how a plan divides operators, such as 'pairs/4'; empty if it does not, or differently per stage."""
+    sizes = {*plan.degrees, plan.tensor_shards} - {1}
+    if len(sizes) != 1 or plan.divides_sequence or "vocabulary" in plan.cut.layouts:
+        return ""
+    stationary = [layout for layout in plan.cut.layouts if layout.startswith("stationary")]
+    return f"{stationary[0] if stationary else 'pairs'}/{sizes.pop()}"
+
+
 def why_not_divided(plan: Plan) -> str:
     """Returns what keeps the engine from running a plan that divides operators; empty if nothing does."""
     place, reduce = plan.place, plan.reduce

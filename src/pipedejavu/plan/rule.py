@@ -246,6 +246,11 @@ RULES = (
         "set reduce.wire to 'all-reduce', or reduce.gate to 'lock'",
     ),
     Rule(
+        lambda plan, _: plan.reduce.wire == "summation-service" and plan.reduce.combiner != "sum",
+        "the servers of wire 'summation-service' sum gradients, and combiner '{combiner}' needs more than sums",
+        "set reduce.combiner to 'sum', or reduce.wire to 'all-reduce'",
+    ),
+    Rule(
         lambda plan, _: plan.reduce.wire == "none" and num_replicas(plan) > 1,
         "{replicas} replicas would never exchange their gradients",
         "set reduce.wire, to 'all-reduce' for instance",

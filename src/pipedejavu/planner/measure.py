@@ -9,10 +9,12 @@ import torch
 from pipedejavu.engine import Job
 from pipedejavu.facts import Profile
 from pipedejavu.plan import Decision, Plan
+from pipedejavu.plan.plan_trait import division_of
 from pipedejavu.planner.unit_update import updates_of
 from pipedejavu.profile import UnitSample, make_samples, measure_profile
 from pipedejavu.profile.line_fit import fit_line
 from pipedejavu.profile.time_budget import TimeBudget
+from pipedejavu.profile.tp_size import with_divided_sums
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 
 _REPEATS = 8
@@ -50,6 +52,9 @@ def measure(
     profile = measure_profile(
         name, unit_samples, job.ties, kinds, updates, compiler=compiler, precision=plan.precision, budget=budget
     )
+    if (division := division_of(plan)) and job.graphs is not None:
+        last = unit_samples[-1]
+        profile = with_divided_sums(profile, job.units, last.inputs, last.samples, division)
     return with_batches(profile, make, [unit_sample.samples for unit_sample in unit_samples], kinds)
 
 

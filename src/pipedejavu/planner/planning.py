@@ -4,7 +4,7 @@ The model is measured on each kind of device, and on each fraction that a CPU ma
 """
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
@@ -34,7 +34,9 @@ from pipedejavu.source.rng import preserve_rng
 from pipedejavu.source.trained_part import TrainedPart
 
 MOST_SAMPLES = 8
-"""Samples in the largest microbatch that is measured; times of larger ones are extrapolated."""
+"""Samples in the largest microbatch that is measured on CPUs; times of larger ones are extrapolated."""
+MOST_GPU_SAMPLES = 32
+"""The same on a machine with a GPU, which small microbatches do not fill; its plans are for larger ones."""
 
 _SKETCH = 0.1
 """Share of the budget that a sketch takes."""
@@ -96,7 +98,8 @@ def profile_here(
     """
     budget = budget or TimeBudget()
     limit = TimeBudget(_SKETCH * budget.total_s) if is_sketch else budget
-    samples, setups = min(batch, MOST_SAMPLES), measure_setups(machine)
+    setups = measure_setups(machine)
+    samples = most_samples(batch, setups)
     sizes = (samples,) if is_sketch else choose_sizes(samples)
     setups = setups[:1] if is_sketch else setups
     source = {"model": model, "content": source_hash(model), "data": data.name} | _changed(data)
@@ -122,6 +125,12 @@ def kept_profile(
     key = {**model_key(job.units, job.loss, *sample), "optimizer": type(job.optimizer).__qualname__}
     with preserve_rng(torch.device("cuda" if torch.cuda.is_available() else "cpu")):
         return find_or_make(Profile, {**key, **settings, **machine_key()}, make, renews=False)
+
+
+def most_samples(batch: int, setups: Iterable[MeasureSetup]) -> int:
+    """Returns the samples of the largest microbatch to measure for batches of some size."""
+    has_gpu = any(setup.device.type == "cuda" for setup in setups)
+    return min(batch, MOST_GPU_SAMPLES if has_gpu else MOST_SAMPLES)
 
 
 def measure_setups(machine: Machine) -> tuple[MeasureSetup, ...]:

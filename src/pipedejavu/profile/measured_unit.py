@@ -76,7 +76,8 @@ class MeasuredUnit:
     def leave_out(self) -> None:
         """Forgets what was timed, as the device has too little memory for this size: other sizes must do."""
         self.is_too_large = True
-        self.times, self.issue = ({part: [] for part in PARTS} for _ in range(2))
+        self.times = {part: [] for part in PARTS}
+        self.issue = {part: [] for part in PARTS}
 
     def again(self) -> "MeasuredUnit":
         """Returns a record of the same unit without times, for another kind of device."""

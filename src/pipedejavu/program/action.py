@@ -28,6 +28,7 @@ class ActionKind(StrEnum):
     SEND = "SEND"
     RECV = "RECV"
     REDUCE = "REDUCE"
+    SUM = "SUM"
     GATHER = "GATHER"
     OFFLOAD = "OFFLOAD"
     FETCH = "FETCH"
@@ -40,6 +41,7 @@ class ActionKind(StrEnum):
 FORWARD, BACKWARD, RECOMPUTE = ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.RECOMPUTE
 INPUT_BACKWARD, WEIGHT_BACKWARD = ActionKind.INPUT_BACKWARD, ActionKind.WEIGHT_BACKWARD
 SEND, RECV, REDUCE, GATHER = ActionKind.SEND, ActionKind.RECV, ActionKind.REDUCE, ActionKind.GATHER
+SUM = ActionKind.SUM
 OFFLOAD, FETCH, DROP = ActionKind.OFFLOAD, ActionKind.FETCH, ActionKind.DROP
 UPDATE, EVAL = ActionKind.UPDATE, ActionKind.EVAL
 
@@ -52,6 +54,7 @@ ACTION_KINDS = {
     SEND: "sends a value to another worker",
     RECV: "receives a value from another worker",
     REDUCE: "sums or averages a value over a group, in place",
+    SUM: "sums what the members of a group push in their REDUCE, on a server that helps them",
     GATHER: "assembles a whole value from the shards of a group, in place",
     OFFLOAD: "moves a value from the device to its host's memory",
     FETCH: "copies a value from the host's memory to the device",
@@ -66,7 +69,7 @@ GRADIENT_KINDS = frozenset((BACKWARD, WEIGHT_BACKWARD))
 """Kinds that add to a weight gradient, and end a microbatch on their piece."""
 OUTPUT_KINDS = frozenset((BACKWARD, INPUT_BACKWARD))
 """Kinds of backward that compute the gradient of the piece's input."""
-NET_KINDS = frozenset((SEND, RECV, REDUCE, GATHER))
+NET_KINDS = frozenset((SEND, RECV, REDUCE, SUM, GATHER))
 """Kinds that several workers carry out together."""
 
 

@@ -15,7 +15,7 @@ from pipedejavu.program.residency import add_residency
 from pipedejavu.program.share import ShareSplit, cut_samples
 from pipedejavu.program.symmetry import is_symmetric
 from pipedejavu.program.tp_group import join, tp_groups_of, written_out
-from pipedejavu.program.update import add_updates, server_actions
+from pipedejavu.program.update import add_updates, helper_actions, server_actions
 
 
 def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True) -> Program:  # noqa: A001
@@ -70,6 +70,8 @@ def _with_servers(program: Program) -> Program:
     for n in range(plan.place.servers):
         pieces = [p for p in range(len(program.pieces)) if p % plan.place.servers == n]
         actions = tuple(server_actions(program, pieces)) if plan.reduce.wire == "server" else ()
+        if plan.reduce.wire == "summation-service":
+            actions = tuple(helper_actions(program))
         servers.append(Worker(actions=actions, picks_ready=plan.reduce.gate in ("lock", "bound")))
     return program.with_workers((*program.workers, *servers))
 

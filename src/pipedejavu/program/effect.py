@@ -12,6 +12,7 @@ Verifier, simulator and engine take all dependencies between actions from this t
 | SEND    | the value                            |                     |         |
 | RECV    |                                      | the value           |         |
 | REDUCE  | the value (n: all d)                 | the value           |         |
+| SUM     |                                      |                     |         |
 | GATHER  | the value (w: its shard)             | the value           |         |
 | OFFLOAD | the value                            | it on the host      |         |
 | FETCH   | the value on the host                | the value           |         |
@@ -99,6 +100,7 @@ class Table:
             ActionKind.SEND: lambda a, _: ((value_of(a),), (), ()),
             ActionKind.RECV: lambda a, _: ((), (value_of(a),), ()),
             ActionKind.REDUCE: self._reduce,
+            ActionKind.SUM: lambda *_: ((), (), ()),
             ActionKind.GATHER: self._gather,
             ActionKind.OFFLOAD: lambda a, _: ((value_of(a),), (value_of(a, HOST),), ()),
             ActionKind.FETCH: lambda a, _: ((value_of(a, HOST),), (value_of(a),), ()),

@@ -28,7 +28,8 @@ def is_symmetric(plan: Plan, profile: Profile, machine: Machine, devices: tuple[
 
 
 def _has_equal_work(plan: Plan) -> bool:
-    has_special_worker = plan.place.cpu_replicas > 0 or plan.reduce.wire == "server"
+    has_helpers = plan.reduce.wire == "summation-service" and plan.place.servers > 0
+    has_special_worker = plan.place.cpu_replicas > 0 or plan.reduce.wire == "server" or has_helpers
     return not has_special_worker and plan.feed.kind not in ("share", "mask")
 
 

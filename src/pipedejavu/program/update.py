@@ -12,13 +12,14 @@ from pipedejavu.program.action import (
     GRADIENT_KINDS,
     OFFLOAD,
     REDUCE,
+    SUM,
     Action,
     UpdatePlace,
     Via,
 )
 from pipedejavu.program.effect import rest_of, update_place
 from pipedejavu.program.program import NORM_GROUP, Program, expert_group, stage_group, tie_group
-from pipedejavu.program.value import HOST, SHARD, Value
+from pipedejavu.program.value import HOST, SHARD, WEIGHT_GRADIENT, Value
 
 PieceReplica = tuple[int, int]
 """A (piece, replica) pair."""
@@ -211,6 +212,14 @@ class _UpdatePass:
             name = tie_group(index, replica, self.shard)
             if name in self.program.groups:
                 yield name, tied
+
+
+def helper_actions(program: Program) -> Iterator[Action]:
+    """Yields the sums of a server that helps: for each group, those of its first member, in their order."""
+    for name, group in sorted(program.groups.items()):
+        for a in program.workers[group.workers[0]].actions if group.helpers else ():
+            if a.kind == REDUCE and a.group == name and a.what == WEIGHT_GRADIENT:
+                yield a._replace(kind=SUM)
 
 
 def server_actions(program: Program, pieces: list[int]) -> Iterator[Action]:

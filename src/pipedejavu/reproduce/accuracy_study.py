@@ -102,7 +102,7 @@ def run_algorithm(
         try:
             if algorithm.warm_up:
                 exact = ALGORITHMS[0].plan(workers, study.samples, 1)
-                first = run.train(exact, round(algorithm.warm_up * updates), updates // points)
+                first = run.train(exact, round(algorithm.warm_up * updates), updates // points, keeps_state=True)
             courses.append(run.train(plan, updates // replicas, 1, before=first))
         except FaultsError as faults:
             return StudyRow(algorithm, (), str(faults).partition("': ")[2].partition(";")[0])

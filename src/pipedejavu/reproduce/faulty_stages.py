@@ -17,6 +17,8 @@ from pipedejavu.zoo import form_of, open_data
 
 _WIDTHS = (64, 32, 32, 32, 10)
 STAGES, REPLICAS, SAMPLES, LAST = 4, 5, 16, 20
+_HIGHEST = 100.0
+"""The highest loss that is drawn."""
 FAULTY = 1
 """The stage with the fault; the last of the replicas has it."""
 SCHEDULES = ("gpipe", "1f1b", "zb-h1", "pipedream", "pipedream-vertical", "pipedream-2bw")
@@ -67,7 +69,7 @@ def run(setting: Setting) -> ExperimentFindings:
          ("faulty stage", f"{FAULTY} of 0 to {STAGES - 1}"), ("replicas", f"{REPLICAS}, the last one faulty")],
         compared,
         [LineChart("One pipeline: training loss under 1f1b", "update", "mean loss",
-                   [Curve(name, [*enumerate(alone["1f1b", name].losses, start=1)]) for name in faults], has_log_y=True),
+                   [Curve(name, _until_it_leaves(alone["1f1b", name])) for name in faults], has_log_y=True),
          *charts],
         [FindingsTable("One pipeline: test accuracy by fault and schedule", ("Fault", *schedules), table),
          FindingsTable(f"{REPLICAS} pipelines: test accuracy, and how often each stage of the faulty one was dropped",
@@ -123,7 +125,7 @@ def _replicated(
     faults = _REPLICA_FAULTS
     if setting.scale == "quick":
         faults = {name: faults[name] for name in ("no fault", "errors, sign")}
-    rows, compared, curves = [], [], []
+    rows, compared, curves = list[tuple[str, ...]](), list[Compared](), list[Curve]()
     for name, fault in faults.items():
         setting.report(f"{REPLICAS} pipelines: {name}")
         mean, scored = (_train(wide, setting, replicated(c), updates, fault) for c in ("sum", "score-trim"))
@@ -133,8 +135,9 @@ def _replicated(
         rows.append((name, _ending(mean), _ending(scored), shares, f"{sum(others) / len(others):.0%}"))
         if fault and "@" in fault:
             caught = max(suspicion.of(REPLICAS - 1))
-            compared.append(Compared(f"most suspected stage of the faulty pipeline: {name}", f"dropped in {caught:.0%}",
-                                     "whole replicas: dropped nearly always (Zeno)"))  # fmt: skip
+            meaning = "whole replicas with ten times the gradient are dropped in 98.8 % and more (docs/byzantine.md)"
+            what = f"most suspected stage of the faulty pipeline: {name}"
+            compared.append(Compared(what, f"dropped in {caught:.0%}", meaning=meaning))
         curves += [Curve(f"{name}: mean", [*enumerate(mean.losses, start=1)]),
                    Curve(f"{name}: scores", [*enumerate(scored.losses, start=1)])]  # fmt: skip
     drawn = ("no fault", "activations × 10", "weight", "errors, s")
@@ -148,6 +151,11 @@ def _with_devices(study: TrainingStudy) -> TrainingStudy:
     fields = {name: getattr(study, name) for name in ("model", "data", "samples", "optimizer", "options", "test")}
     count = STAGES * REPLICAS + 1
     return TrainingStudy(**fields, devices=tuple(study.devices[n % len(study.devices)] for n in range(count)))
+
+
+def _until_it_leaves(course: Course) -> list[tuple[float, float]]:
+    """Returns the losses by update; one that has left every scale is no number, and the curve ends there."""
+    return [(n, loss if loss < _HIGHEST else math.nan) for n, loss in enumerate(course.losses, start=1)]
 
 
 def _ending(course: Course) -> str:

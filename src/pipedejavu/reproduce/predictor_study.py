@@ -87,7 +87,7 @@ def _compared(errors: dict[tuple[str, str], list[float]], fits: Sequence[str], w
 def _memory(setting: Setting) -> tuple[list[tuple[str, ...]], float]:
     """Returns rows of predicted and measured bytes, and the largest relative error."""
     models, machine = setting.pick(_MODELS[:1], _MODELS[:5], _MODELS), hosts_with_cpus()
-    lines, worst = [], 0.0
+    lines, worst = list[tuple[str, ...]](), 0.0
     for model in models:
         setting.report(f"counting and measuring the bytes of {model}")
         predicted = estimate_model(model, _SAMPLES, machine, lambda _: None).profile

@@ -49,7 +49,7 @@ class TrainingStudy:
     test: Dataset | None = None
     most_tested: int = 256
     machine: Machine = field(default_factory=lambda: hosts_with_cpus())
-    devices: Sequence[str] = tuple(f"h{host}/cpu" for host in range(HOSTS))
+    devices: tuple[str, ...] = tuple(f"h{host}/cpu" for host in range(HOSTS))
     """The device of each worker, in order."""
 
     def task(self, seed: int, device: str | None = None) -> Task:
@@ -66,7 +66,7 @@ class TrainingStudy:
         """Compiles a plan with one worker per device; workers that share weights are on the first one."""
         is_shared = plan.keep.kind == "shared"
         devices = self.devices[:1] * plan.num_workers if is_shared else self.devices[: plan.num_workers]
-        place = plan.place.replace(devices=tuple(devices))
+        place = plan.place.replace(devices=devices)
         return compile_plan(plan.replace(place=place), self.profile, self.machine, fold=False)
 
     def simulated_s(self, program: Program) -> float:
@@ -134,10 +134,11 @@ class StudyRun:
         evaluate_every: int = 0,
         byzantine: Byzantine | None = None,
         before: Course | None = None,
+        keeps_state: bool = False,
     ) -> Course:
         """Trains for so many updates of each replica, in whole rounds; 0 evaluates only at the end.
 
-        A run goes on from the state of the one `before`, whose updates count.
+        A run goes on from the state of the one `before`, which must have kept it, and whose updates count.
         """
         program = self.study.program(plan)
         batches = SampleOrder(self.task, self.cut, program.sizes, self.seed)
@@ -168,7 +169,7 @@ class StudyRun:
                     course.evaluations.append(Evaluated(*so_far, *figures))
             outcome = threads.outcome()
             course.logs, course.weights = outcome.logs, result_of(program, outcome.weights)
-            course.updates, course.state = threads.updates, take_all(threads)
+            course.updates, course.state = threads.updates, take_all(threads) if keeps_state else {}
         finally:
             threads.close()
             torch.set_num_threads(num_threads)

@@ -18,7 +18,7 @@ from pipedejavu.model_check.check import check_model as check_units
 from pipedejavu.plan import Plan, preset
 from pipedejavu.planner.compile_choice import CompileMode, settle_compile
 from pipedejavu.planner.measure import explain_estimates, measure
-from pipedejavu.planner.planning import MOST_SAMPLES, choose_plan, kept_profile, known_machine, measure_setups
+from pipedejavu.planner.planning import choose_plan, kept_profile, known_machine, measure_setups, most_samples
 from pipedejavu.planner.precision_choice import with_precision
 from pipedejavu.planner.profiling import choose_sizes, measure_with
 from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
@@ -278,18 +278,19 @@ class TrainerPlan:
         only: Collection[str] = (),
         *,
         is_compiled: bool = False,
-        most: int = MOST_SAMPLES,
+        most: int | None = None,
     ) -> Profile:
         """Returns the profile on each kind of device of a machine, or on those in `only`, from the cache or measured.
 
         Compiled units are measured at one size: the plan's, or the largest that is measured.
         """
-        most = min(batch.size, MOST_SAMPLES, most)
+        setups = measure_setups(machine)
+        setups = tuple(setup for setup in setups if setup.kind in only) or setups
+        largest = most_samples(batch.size, setups)
+        most = largest if most is None else min(largest, most)
         sizes = [most] if is_compiled else [size for size in choose_sizes(most) if size <= batch.size]
         cut = batch.cut = self._cut(batch.own_head(sizes[-1]))
-        job = self._job(cut, loss)
-        setups, precision = measure_setups(machine), self._precision(machine).precision
-        setups = tuple(setup for setup in setups if setup.kind in only) or setups
+        job, precision = self._job(cut, loss), self._precision(machine).precision
 
         budget = self.budget
 

@@ -12,6 +12,7 @@ from pipedejavu.program import Action, ActionKind, GroupRole, Program, UpdatePla
 from pipedejavu.program.action import COMPUTE_KINDS, GRADIENT_KINDS, RECV
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.program import shard_group
+from pipedejavu.program.summation import interface_share
 from pipedejavu.simulate.correction_cost import added_updates
 from pipedejavu.simulate.unit_traffic import unit_collectives
 
@@ -168,13 +169,12 @@ class ActionCosts:
         routes = self._ring(group.workers) if group is not None else []
         if group is None or not routes:
             return 0.0
-        latency, rate = max(r.sum_latency_s for r in routes), min(r.sum_bytes_per_s for r in routes)
         units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
         is_backward = a.kind in (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
         times = []
         for name, size in (row for u in units for row in unit_collectives(self.plan, u, samples, is_backward)):
-            rounds, volume = TRAFFIC[name](len(group.workers))
-            times.append(rounds * latency + volume * size / rate)
+            latency_s, bytes_s, _ = _collective_times(name, len(group.workers), routes, size, is_sum=True)
+            times.append(latency_s + bytes_s)
         return math.fsum(times)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
@@ -250,10 +250,8 @@ class ActionCosts:
         wires = tuple(sorted({w for r in routes for w in r.wires}))
         loads = tuple(hops[wire] for wire in wires)
         if group.helpers and a.kind == ActionKind.REDUCE:
-            latency_s, byte_s = _ring_line(a, routes)
-            # Gradients are divided so that every network interface carries the same load.
-            helpers = len(group.helpers)
-            latency_s, time_s = 2 * latency_s, 2 * n * (n - 1) / (n * n + helpers * n - 2 * helpers) * size * byte_s
+            round_s, byte_s = _ring_line(self._ring((*group.workers, *group.helpers)), is_sum=True)
+            latency_s, time_s = 2 * round_s, interface_share(n, len(group.helpers)) * size * byte_s
             share = 0.0
         else:
             latency_s, time_s, share = self._add_times(a, group.workers, routes, size)
@@ -262,21 +260,12 @@ class ActionCosts:
     def _add_times(
         self, a: Action, workers: tuple[int, ...], routes: list[Route], size: float
     ) -> tuple[float, float, float]:
-        """Returns latency and time of an action's collectives over a ring of routes, and the share of a core they take.
-
-        Collectives that were not measured take the rounds and the traffic of a ring.
-        """
+        """Returns latency and time of an action's collectives over a ring, and the share of a core that they take."""
         n, latency_s, time_s, core_s = len(workers), 0.0, 0.0, 0.0
         for kind in self._collectives(a):
-            known = [route.collective(kind, n) for route in routes]
-            if None not in known:
-                times = [(time.latency_s, size / time.bytes_per_s, time.core_share) for time in known if time]
-                added_s, bytes_s, share = max(times, key=lambda parts: parts[0] + parts[1])
-                core_s += share * bytes_s
-            else:
-                (rounds, volume), (round_s, byte_s) = TRAFFIC[kind](n), _ring_line(a, routes)
-                added_s, bytes_s = rounds * round_s, volume * size * byte_s
-            latency_s, time_s = latency_s + added_s, time_s + bytes_s
+            is_sum = a.kind == ActionKind.REDUCE
+            added_s, bytes_s, share = _collective_times(kind, n, routes, size, is_sum=is_sum)
+            latency_s, time_s, core_s = latency_s + added_s, time_s + bytes_s, core_s + share * bytes_s
         share = core_s / time_s if time_s else 0.0
         devices = [self._device(w) for w in workers]
         if not share or all(self.machine.leaves_core(device, self.program.devices) for device in devices):
@@ -301,9 +290,24 @@ class ActionCosts:
         return ["reduce-scatter" if divides else "all-reduce"]
 
 
-def _ring_line(a: Action, routes: list[Route]) -> tuple[float, float]:
+def _collective_times(
+    kind: str, n: int, routes: list[Route], size_bytes: float, *, is_sum: bool
+) -> tuple[float, float, float]:
+    """Returns latency, time and share of a core of a collective over a ring of routes among n workers.
+
+    Without a measurement it takes the rounds and the traffic of a ring.
+    """
+    known = [route.collective(kind, n) for route in routes]
+    if None not in known:
+        times = [(time.latency_s, size_bytes / time.bytes_per_s, time.core_share) for time in known if time]
+        return max(times, key=lambda parts: parts[0] + parts[1])
+    (rounds, volume), (round_s, byte_s) = TRAFFIC[kind](n), _ring_line(routes, is_sum=is_sum)
+    return rounds * round_s, volume * size_bytes * byte_s, 0.0
+
+
+def _ring_line(routes: list[Route], *, is_sum: bool) -> tuple[float, float]:
     """Returns the time of a round of a ring, and of each byte that it carries."""
-    if a.kind == ActionKind.REDUCE:
+    if is_sum:
         return max(r.sum_latency_s for r in routes), 1 / min(r.sum_bytes_per_s for r in routes)
     return max(r.latency_s for r in routes), 1 / min(r.bytes_per_s for r in routes)
 

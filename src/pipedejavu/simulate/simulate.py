@@ -56,6 +56,18 @@ class Prediction:
             busy.append(sum(self.end[op] - self.start[op] for op, a in spans if a.lane == "compute"))
         return tuple(busy)
 
+    @property
+    def samples_per_s(self) -> float:
+        """Samples that are trained per second."""
+        samples = sum(self.program.sizes) * self.program.plan.steps
+        return samples / self.makespan_s if self.makespan_s else 0.0
+
+    @property
+    def memory_efficiency(self) -> float:
+        """Samples per second and byte of the device that holds the most: the figure by which Hippie compares plans."""
+        most = max((worker.peak_bytes for worker in self.workers), default=0.0)
+        return self.samples_per_s / most if most else 0.0
+
     @cached_property
     def workers(self) -> tuple[WorkerSummary, ...]:
         """A summary for each worker of the program, memory curves included."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from pipedejavu.facts import Unit
 from pipedejavu.plan import Plan
+from pipedejavu.plan.plan_trait import division_of
 from pipedejavu.program.tp_group import NUM_ALL_REDUCES
 
 _EXCHANGES = 4
@@ -13,9 +14,13 @@ _EXCHANGES = 4
 def unit_collectives(plan: Plan, unit: Unit, samples: float, is_backward: bool) -> Iterator[tuple[str, float]]:
     """Yields the collectives of a forward or backward, with the bytes of what each worker of the group puts in.
 
-    If the sequence is divided, a gather and a scattered sum stand for each all-reduce, and products gather their inputs
-    again in the backward. The gradients of norms and biases are left out.
+    They are those that the unit's graph needs, if the profile has them. If the sequence is divided, a gather and a
+    scattered sum stand for each all-reduce, and products gather their inputs again in the backward. The gradients of
+    norms and biases are left out.
     """
+    if (known := unit.divided_sums.get(division_of(plan))) is not None:
+        yield from (("all-reduce", size * samples) for size in (known.backward if is_backward else known.forward))
+        return
     size = unit.boundary_bytes * samples
     if plan.divides_only_sequence:
         yield from [("all-to-all", size / plan.tensor_shards)] * _EXCHANGES

@@ -4,30 +4,21 @@ With `pins` their tensors are in pinned memory, from which a copy to a GPU does 
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipedejavu.engine import Batches
+from pipedejavu.engine.batch_loader import ReadableAhead
 
 _Read = tuple[Any, Any]
 """Inputs and targets."""
 
 
-class OrderedBatches(Batches, Protocol):
-    """The numbered microbatches of a run."""
-
-    @property
-    def num_changes(self) -> int:
-        """How often the sizes of later microbatches have changed."""
-        ...
-
-
 class ReadAhead:
     """Reads microbatches in order, one ahead, up to the microbatch `end`; any other is read when it is asked for."""
 
-    def __init__(self, batches: OrderedBatches, end: int, *, pins: bool = False):
+    def __init__(self, batches: ReadableAhead, end: int, *, pins: bool = False):
         self.batches, self.end, self.pins = batches, end, pins
         self._pool = ThreadPoolExecutor(1, "read-ahead")
         self._present: tuple[int, _Read] | None = None

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipedejavu.engine import AdamW, Byzantine, Job, Optimizer, Sgd
+from pipedejavu.engine.batch_loader import ReadableAhead
 from pipedejavu.facts import InputError
 from pipedejavu.facts.start_phase import START
 from pipedejavu.profile import ModelCut, cut_model
@@ -18,7 +19,6 @@ from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.precision import check_parameters
 from pipedejavu.source.rate_schedule import rate_schedule
-from pipedejavu.source.read_ahead import OrderedBatches
 from pipedejavu.source.trained_part import trained_part
 from pipedejavu.zoo import Dataset, Task, order
 from pipedejavu.zoo.dataset import SampledDataset
@@ -236,7 +236,7 @@ class SteadyBatches:
     Workers exchange the form of a value only once, and the forecast holds for one form.
     """
 
-    def __init__(self, batches: OrderedBatches):
+    def __init__(self, batches: ReadableAhead):
         self.batches = batches
         self.forms: dict[str, str] = {}
 
