@@ -50,6 +50,8 @@ class VocabularyLoss(Step):
         facts = self.facts
         rows, flat = logits.movedim(1, -1).reshape(-1, logits.shape[1]), targets.reshape(-1)
         is_counted = flat != facts["ignore_index"]
+        if rows.itemsize < 4 and torch.is_autocast_enabled(rows.device.type):
+            rows = rows.float()  # as autocast does for a cross-entropy
         losses: Tensor = _ClassLosses.apply(  # type: ignore[no-untyped-call]
             rows, flat, is_counted, facts["label_smoothing"], self.group
         )
