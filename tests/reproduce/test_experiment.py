@@ -1,5 +1,6 @@
 """The table of experiments: names, packages, and what the cheapest ones find."""
 
+import math
 from importlib import import_module
 
 import pytest
@@ -10,6 +11,8 @@ pytest.importorskip("sklearn")
 from pipedejavu.facts import InputError
 from pipedejavu.reproduce import EXPERIMENTS, Setting, experiment, run_experiment
 from pipedejavu.reproduce.initialisation_study import Candidate, choose
+from pipedejavu.reproduce.learning_rate import RATES, choose_rate, hold_out
+from pipedejavu.zoo import open_data
 
 
 def test_every_experiment_has_a_module_that_runs_it():
@@ -59,13 +62,40 @@ def test_a_pipeline_and_replicas_make_the_updates_of_one_worker(name):
     assert {row[0] for row in found.tables[0].rows} == {"one worker", "pipeline of 2", "2 replicas"}
 
 
+@pytest.mark.parametrize("best", RATES)
+def test_a_rate_is_searched_for_beyond_the_first_three(best):
+    tried = []
+
+    def loss_at(rate: float) -> float:
+        tried.append(rate)
+        return abs(math.log(rate / best)) if rate <= 3 * best else math.nan
+
+    assert choose_rate(loss_at, 0.01) == best
+    assert len(tried) == len({*tried}) >= 3
+    assert choose_rate(lambda _: math.nan, 0.01) == RATES[0]
+
+
+def test_held_out_samples_are_the_last_of_the_training_data():
+    data = open_data("digits")
+    trained, held_out = hold_out(data)
+    assert len(trained) + len(held_out) == len(data)
+    assert len(held_out) == len(data) // 5
+    inputs, targets = held_out.batch([0, len(held_out) - 1])
+    expected = data.batch([len(trained), len(data) - 1])
+    assert inputs.equal(expected[0])
+    assert targets.equal(expected[1])
+    with pytest.raises(InputError, match=f"there is no sample {len(trained)}"):
+        trained.batch([len(trained)])
+
+
 def test_accuracies_are_compared_with_exact_training_on_the_same_samples():
     found = run_experiment(experiment("accuracy"), Setting("quick"))
     rows = {row[0]: row for row in found.tables[0].rows}
-    assert rows["1f1b"][2] == "+0.0"
+    assert rows["1f1b"][3] == "+0.0"
+    assert all(float(row[1]) in RATES for row in rows.values())
     samples = {curve.points[-1][0] for chart in found.charts if chart.x == "samples" for curve in chart.curves}
     assert samples == {24 * 16}
-    assert float(rows["pipedream"][4]) < float(rows["1f1b"][4])  # without a flush there is no bubble
+    assert float(rows["pipedream"][5]) < float(rows["1f1b"][5])  # without a flush there is no bubble
     assert [row[0] for row in found.tables[1].rows] == [*rows]
 
 

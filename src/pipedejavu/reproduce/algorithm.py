@@ -11,6 +11,8 @@ from pipedejavu.plan import Feed, Place, Plan, Reduce, Version, preset
 
 LOCAL_STEPS = 4
 """Updates of a worker between two averages."""
+RATE_UPDATES = 60
+"""Updates over which rates by delay rise to the full rate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +84,9 @@ ALGORITHMS = (
     Algorithm(name="spectrain", family="pipeline", plan=_pipeline("spectrain")),
     Algorithm(name="pipemare", family="pipeline", plan=_pipeline("pipemare")),
     Algorithm(name="pipemare + rates", family="pipeline", plan=_pipeline(
-        "pipemare", Version(kind="stash", correction="discrepancy", rate_updates=200))),
+        "pipemare", Version(kind="stash", correction="discrepancy", rate_updates=RATE_UPDATES))),
     Algorithm(name="pipedream + rates", family="pipeline", plan=_pipeline(
-        "pipedream", Version(kind="stash", rate_updates=200))),
+        "pipedream", Version(kind="stash", rate_updates=RATE_UPDATES))),
     Algorithm(name="pipedream + compensation", family="pipeline", plan=_pipeline(
         "pipedream", Version(kind="stash", correction="delay-compensation"))),
     Algorithm(name="pipedream after warm-up", family="pipeline", plan=_pipeline("pipedream"), warm_up=0.25),

@@ -71,7 +71,12 @@ def run_experiment(chosen: Experiment, setting: Setting) -> ExperimentFindings:
     """Runs an experiment; raises InputError if a package that it needs is not installed."""
     check_packages(chosen)
     started = time.perf_counter()
-    findings: ExperimentFindings = getattr(import_module(f"{__package__}.{chosen.module}"), chosen.function)(setting)
+
+    def report(text: str) -> None:
+        setting.report(f"{time.perf_counter() - started:4.0f} s  {text}")
+
+    function = getattr(import_module(f"{__package__}.{chosen.module}"), chosen.function)
+    findings: ExperimentFindings = function(setting._replace(report=report))
     return findings._replace(name=chosen.name, title=chosen.title, time_s=time.perf_counter() - started)
 
 

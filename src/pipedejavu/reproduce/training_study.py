@@ -8,7 +8,7 @@ and simulated seconds. Times of units are estimated from the cluster's stated ra
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from pipedejavu.profile import cut_model
 from pipedejavu.profile.model_cut import ModelCut
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
+from pipedejavu.reproduce.learning_rate import hold_out
 from pipedejavu.run.run_folder import result_of
 from pipedejavu.simulate import simulate
 from pipedejavu.source.task import SampleOrder, loss_of
@@ -47,6 +48,8 @@ class TrainingStudy:
     options: dict[str, Any] = field(default_factory=dict)
     """What changes the size of the model in the zoo."""
     test: Dataset | None = None
+    trained: Dataset | None = None
+    """What is trained on in place of the whole training data."""
     most_tested: int = 256
     machine: Machine = field(default_factory=lambda: hosts_with_cpus())
     devices: tuple[str, ...] = tuple(f"h{host}/cpu" for host in range(HOSTS))
@@ -54,7 +57,14 @@ class TrainingStudy:
 
     def task(self, seed: int, device: str | None = None) -> Task:
         """Returns the model with the weights of a seed."""
-        return build(self.model, seed=seed, data=self.data, device=device, **self.options)
+        task = build(self.model, seed=seed, data=self.data, device=device, **self.options)
+        return task if self.trained is None else replace(task, data=self.trained)
+
+    @cached_property
+    def held_out(self) -> "TrainingStudy":
+        """The study on its training data alone, the last part of which is tested on."""
+        trained, test = hold_out(self.task(0).data)
+        return replace(self, trained=trained, test=test)
 
     @cached_property
     def profile(self) -> Profile:
