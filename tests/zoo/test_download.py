@@ -1,9 +1,11 @@
-"""MNIST from a mirror: here a local server, since no test may need the network."""
+"""MNIST and CIFAR-10 from their usual places: here a local server, since no test may need the network."""
 
 import gzip
 import hashlib
 import http.server
+import io
 import struct
+import tarfile
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -97,3 +99,41 @@ def test_a_folder_that_cannot_be_made_is_named(mirror: Path, tmp_path: Path) -> 
 def test_the_checksums_are_of_all_four_files() -> None:
     assert len(download.MNIST_SHA256) == 4
     assert all(len(bytes.fromhex(digest)) == 32 for digest in download.MNIST_SHA256.values())
+
+
+def pack_cifar10(path: Path) -> bytes:
+    """Writes an archive like that of CIFAR-10, with one record per file and a file that is not asked for."""
+    with tarfile.open(path, "w:gz") as archive:
+        for number, name in enumerate((*download.CIFAR10_FILES, "../outside.bin")):
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            content = bytes([number]) + bytes(3072)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path.read_bytes()
+
+
+def test_missing_files_of_cifar10_are_downloaded_and_unpacked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = tmp_path / "cifar-10-binary.tar.gz"
+    monkeypatch.setattr(download, "CIFAR10_SHA256", hashlib.sha256(pack_cifar10(packed)).hexdigest())
+    monkeypatch.setattr(download, "CIFAR10_URL", packed.as_uri())
+    folder = tmp_path / "data" / "cifar10"
+    assert open_data(f"cifar10:{folder}").batch(range(5))[1].tolist() == [0, 1, 2, 3, 4]
+    packed.unlink()
+    assert open_data(f"cifar10:{folder}", split="test").batch([0])[1].tolist() == [5]
+    assert {path.name for path in folder.iterdir()} == set(download.CIFAR10_FILES)
+    assert not [*tmp_path.rglob("outside.bin")]
+
+
+def test_what_is_not_cifar10_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = tmp_path / "cifar-10-binary.tar.gz"
+    pack_cifar10(packed)
+    monkeypatch.setattr(download, "CIFAR10_URL", packed.as_uri())
+    with pytest.raises(InputError, match=r"with the SHA-256 .* not CIFAR-10's c4a38c50a.*; unpack the binary version"):
+        open_data(f"cifar10:{tmp_path / 'data'}")
+    assert not (tmp_path / "data").exists()
+    monkeypatch.setattr(download, "CIFAR10_URL", "http://127.0.0.1:1")
+    sentence = r"there are no files of CIFAR-10 in .*/data, and http://127.0.0.1:1 cannot be read \(.*refused\); unpack"
+    with pytest.raises(InputError, match=sentence):
+        open_data(f"cifar10:{tmp_path / 'data'}")

@@ -90,7 +90,11 @@ def test_cifar10_is_read_from_its_binary_files(tmp_path: Path) -> None:
     ("name", "content", "text"),
     [
         ("data_batch_1", b"\x80\x02}q\x01.", "has CIFAR-10 as Python pickles, which are not opened; get the binary"),
-        ("other", b"", "there are no train files of CIFAR-10 in .*; get the binary version, cifar-10-binary.tar.gz"),
+        (
+            "test_batch.bin",
+            b"",
+            "there are no train files of CIFAR-10 in .*; get the binary version",
+        ),
         ("data_batch_1.bin", record(1)[:-1], "has 3072 bytes, which is no multiple of 3073; get it again"),
         ("data_batch_1.bin", b"", "has 0 bytes, which is no multiple of 3073"),
         ("data_batch_1.bin", record(1) + record(77), "has the label 77, but there are 10 classes"),

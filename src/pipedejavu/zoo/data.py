@@ -1,4 +1,4 @@
-"""Data sets by name; only MNIST is ever downloaded, and only if its files are missing.
+"""Data sets by name; only MNIST and CIFAR-10 are ever downloaded, and only if their files are missing.
 
 A name may have a detail after a colon: the folder of 'mnist' and 'cifar10' (by default data/NAME), or the number of
 samples of 'random'.

@@ -16,7 +16,7 @@ from torch.nn import functional
 from pipedejavu.facts import InputError, read_file
 from pipedejavu.zoo.chain import Flow
 from pipedejavu.zoo.dataset import Indices, check_indices
-from pipedejavu.zoo.download import download_mnist
+from pipedejavu.zoo.download import download_cifar10, download_mnist
 from pipedejavu.zoo.form import ImageForm
 from pipedejavu.zoo.idx import read_idx
 
@@ -124,14 +124,17 @@ def read_cifar10(folder: Path, split: Split, form: ImageForm | None = None) -> I
 
 
 def cifar10_files(folder: Path, split: Split) -> list[Path]:
-    """Returns the binary files of a CIFAR-10 split; raises InputError if there are none."""
+    """Returns the binary files of a CIFAR-10 split; downloads them if the folder has none of either split."""
     inside = folder / "cifar-10-batches-bin"
     folder = inside if inside.is_dir() else folder
-    paths = sorted(folder.glob("data_batch_*.bin" if split == "train" else "test_batch.bin"))
-    if not paths:
+    pattern = "data_batch_*.bin" if split == "train" else "test_batch.bin"
+    if not any(folder.glob("*_batch*.bin")):
         pickled = [folder / "cifar-10-batches-py", folder / "data_batch_1", folder / "test_batch"]
         if any(path.exists() for path in pickled):
             raise InputError(f"{folder} has CIFAR-10 as Python pickles, which are not opened; {_CIFAR_REMEDY}")
+        download_cifar10(folder)
+    paths = sorted(folder.glob(pattern))
+    if not paths:
         raise InputError(f"there are no {split} files of CIFAR-10 in {folder}; {_CIFAR_REMEDY}")
     return paths
 
