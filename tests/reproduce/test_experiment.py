@@ -9,7 +9,7 @@ pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
 from pipedejavu.facts import InputError
-from pipedejavu.reproduce import EXPERIMENTS, Setting, experiment, run_experiment
+from pipedejavu.reproduce import EXPERIMENTS, Setting, experiment, run_experiment, text_model
 from pipedejavu.reproduce.initialisation_study import Candidate, choose
 from pipedejavu.reproduce.learning_rate import RATES, choose_rate, hold_out
 from pipedejavu.zoo import open_data
@@ -55,11 +55,24 @@ def test_predictors_are_judged_on_what_they_have_not_seen():
     assert float(found.tables[-1].rows[0][-1]) == pytest.approx(1.0, abs=0.2)
 
 
+@pytest.mark.parametrize("library", ["zoo", "transformers"])
 @pytest.mark.parametrize("name", ["bert", "encoder-decoder"])
-def test_a_pipeline_and_replicas_make_the_updates_of_one_worker(name):
+def test_a_pipeline_and_replicas_make_the_updates_of_one_worker(name, library, monkeypatch):
+    if library == "zoo":
+        monkeypatch.setattr(text_model, "find_spec", lambda _: None)
+    else:
+        pytest.importorskip("transformers")
     found = run_experiment(experiment(name), Setting("quick"))
     assert float(found.compared[2].today) < 1e-4
     assert {row[0] for row in found.tables[0].rows} == {"one worker", "pipeline of 2", "2 replicas"}
+    said = "transformers is not installed" if library == "zoo" else "The model is transformers'"
+    assert any(said in note for note in found.notes)
+
+
+def test_a_vgg_is_trained_under_three_plans_on_what_data_there_is(tmp_path):
+    found = run_experiment(experiment("vgg19"), Setting("quick", data=tmp_path))
+    assert {row[0] for row in found.tables[0].rows} == {"one worker", "pipeline of 2", "2 replicas"}
+    assert any("not CIFAR10" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("best", RATES)

@@ -6,6 +6,8 @@ of the same plans on a described machine with two GPUs.
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from pipedejavu.engine import AdamW
@@ -17,9 +19,10 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Compared, Curve, ExperimentFindings, FindingsTable, LineChart
 from pipedejavu.reproduce.experiment import Setting
 from pipedejavu.reproduce.study_data import choose_images
+from pipedejavu.reproduce.text_model import Kind, choose_text_model
 from pipedejavu.reproduce.training_study import Course, StudyRun, TrainingStudy
 from pipedejavu.simulate import simulate
-from pipedejavu.zoo import form_of, open_data
+from pipedejavu.zoo import Dataset, form_of, open_data
 
 _GPU, _CPU = "a100-80gb", "epyc-7763"
 _PLANS: dict[str, Callable[[int], Plan]] = {
@@ -30,12 +33,17 @@ _PLANS: dict[str, Callable[[int], Plan]] = {
 
 
 class TrainedModel(NamedTuple):
-    """A model of the zoo, and its size on each scale."""
+    """A model, its size, and how long it is trained."""
 
     model: str
     options: dict[str, Any]
     samples: int
     updates: int
+
+    @property
+    def title(self) -> str:
+        """What to call it."""
+        return f"transformers' {Path(self.model).stem}" if self.model.startswith("hf:") else self.model
 
 
 def run_vgg19(setting: Setting) -> ExperimentFindings:
@@ -52,34 +60,34 @@ def run_vgg19(setting: Setting) -> ExperimentFindings:
 
 def run_bert(setting: Setting) -> ExperimentFindings:
     """A BERT that fills in masked bytes of text."""
-    return _train(setting, _text_model(setting, "bert"), "stdlib", [_TEXT])
+    return _train_text(setting, "bert")
 
 
 def run_encoder_decoder(setting: Setting) -> ExperimentFindings:
     """An encoder-decoder that reverses text."""
-    return _train(setting, _text_model(setting, "seq2seq"), "stdlib", [_TEXT])
+    return _train_text(setting, "bart")
 
 
 _TEXT = "The text is the source of Python's standard library, byte by byte; no vocabulary is downloaded."
 
 
-def _text_model(setting: Setting, kind: str) -> TrainedModel:
-    small = {"layers": 2, "width": 32, "heads": 2, "context": 16}
-    middle = {"layers": 4, "width": 128, "heads": 4, "context": 64}
-    return TrainedModel(*setting.pick(
-        (f"{kind}-tiny", small, 8, 6), (f"{kind}-tiny", middle, 16, 80), (f"{kind}-base", {}, 32, 1000)
-    ))  # fmt: skip
+def _train_text(setting: Setting, kind: Kind) -> ExperimentFindings:
+    samples, updates = setting.pick((8, 6), (16, 80), (32, 1000))
+    with TemporaryDirectory() as folder:
+        chosen = choose_text_model(setting, kind, Path(folder))
+        size = TrainedModel(chosen.model, chosen.options, samples, updates)
+        return _train(setting, size, "stdlib", [chosen.note, _TEXT])
 
 
 def _train(setting: Setting, size: TrainedModel, data: str, notes: list[str]) -> ExperimentFindings:
     study = TrainingStudy(
         model=size.model, data=data, samples=size.samples, optimizer=AdamW(lr=1e-3, weight_decay=0.0),
-        options=size.options, test=open_data(data, form_of(size.model, **size.options), split="test"),
+        options=size.options, test=_test_data(size, data),
         most_tested=setting.pick(16, 64, 1024),
     )  # fmt: skip
     courses: dict[str, Course] = {}
     for name, plan in _PLANS.items():
-        setting.report(f"{size.model}: {name}")
+        setting.report(f"{size.title}: {name}")
         courses[name] = StudyRun(study, setting.seed).train(plan(size.samples), size.updates)
     first, *others = courses.values()
     apart = max(abs(a - b) for other in others for a, b in zip(first.losses, other.losses, strict=True))
@@ -97,7 +105,7 @@ def _train(setting: Setting, size: TrainedModel, data: str, notes: list[str]) ->
     text = "Batch statistics are of microbatches, so plans with smaller ones differ from the first update on."
     return ExperimentFindings(
         "", "", "Do one worker, a pipeline and replicas make the same updates, and how fast?",
-        [("model", f"{size.model}, {parameters:,} parameters"), ("data", data.partition(":")[0]),
+        [("model", f"{size.title}, {parameters:,} parameters"), ("data", data.partition(":")[0]),
          ("update", f"{size.samples} samples"), ("updates", f"{size.updates}"), ("optimizer", "AdamW, 0.001"),
          ("simulated machine", f"2 × {_GPU}, {_CPU}")],
         [Compared("training loss, first and last update", falls), Compared("test accuracy", f"{end.accuracy:.1%}"),
@@ -110,6 +118,13 @@ def _train(setting: Setting, size: TrainedModel, data: str, notes: list[str]) ->
         [*notes, "No figures are published for this model in this setting; the plans are compared with each other.",
          "Samples per second here are of threads of one process."],
     )  # fmt: skip
+
+
+def _test_data(size: TrainedModel, data: str) -> Dataset | None:
+    """Returns the test split; a model of transformers opens its own."""
+    if size.model.startswith("hf:"):
+        return None
+    return open_data(data, form_of(size.model, **size.options), split="test")
 
 
 def _simulated(study: TrainingStudy, size: TrainedModel) -> dict[str, tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A model of the zoo that is trained under several plans, with workers that are threads of this process.
+"""A model that is trained under several plans, with workers that are threads of this process.
 
 All plans begin with the same weights and take the same samples in the same order. The workers run on a described
 cluster, by default one of hosts with a CPU each, and the same programs are simulated on it, so that each run has real
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Byzantine, Job, Optimizer, Sgd
 from pipedejavu.engine.engine_state import put_all, take_all
 from pipedejavu.engine.job import Log
@@ -29,6 +30,7 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.reproduce.learning_rate import hold_out
 from pipedejavu.run.run_folder import result_of
 from pipedejavu.simulate import simulate
+from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import SampleOrder, loss_of
 from pipedejavu.zoo import Dataset, Task, build
 
@@ -57,7 +59,11 @@ class TrainingStudy:
 
     def task(self, seed: int, device: str | None = None) -> Task:
         """Returns the model with the weights of a seed."""
-        task = build(self.model, seed=seed, data=self.data, device=device, **self.options)
+        if self.model.startswith("hf:"):
+            choice = DataChoice(name=self.data, evaluation=self.data, **self.options)
+            task = open_task(self.model, seed=seed, data=choice, device=device)
+        else:
+            task = build(self.model, seed=seed, data=self.data, device=device, **self.options)
         return task if self.trained is None else replace(task, data=self.trained)
 
     @cached_property
@@ -190,13 +196,13 @@ class StudyRun:
         weights = result_of(program, outcome.weights)
         self.tester.model.load_state_dict({n: w.detach() for n, w in weights.items()}, strict=False)
         self.tester.model.eval()
-        data = self.study.test or self.tester.data
+        data = self.study.test or self.tester.held_out or self.tester.data
         inputs, targets = data.batch(range(min(self.study.most_tested, len(data))))
         with torch.no_grad():
-            output = self.tester.model(inputs)
+            output = self.tester.model(**inputs) if isinstance(inputs, dict) else self.tester.model(inputs)
             loss = float(self.tester.loss(output, targets)) / self.tester.count(targets)
-        counts = targets >= 0
-        right = (output.argmax(-1) == targets) & counts
+        counts, logits = targets >= 0, output if isinstance(output, torch.Tensor) else output.logits
+        right = (logits.argmax(-1) == targets) & counts
         return loss, float(right.sum() / counts.sum())
 
 
