@@ -41,6 +41,17 @@ def test_a_run_writes_its_page_and_prints_figures_beside_published_ones(tmp_path
     assert "2140.0 ms" in page
 
 
+@pytest.mark.slow
+def test_every_experiment_runs_in_its_short_form_and_one_page_shows_them_all(tmp_path):
+    form = json.loads(call("--all", "--quick", "--json", "--out", str(tmp_path), "--data", str(tmp_path / "data")))
+    assert [each["name"] for each in form["findings"]] == [each.name for each in EXPERIMENTS]
+    assert all(each["conditions"] and each["question"] for each in form["findings"])
+    page = (tmp_path / "index.html").read_text()
+    for each in EXPERIMENTS:
+        assert each.title in page
+        assert each.title in (tmp_path / f"{each.name}.html").read_text()
+
+
 def test_json_is_one_object_with_all_findings(tmp_path):
     form = json.loads(call("gpt-forward", "predictors", "--quick", "--json", "--out", str(tmp_path)))
     assert [each["name"] for each in form["findings"]] == ["gpt-forward", "predictors"]

@@ -72,7 +72,7 @@ def test_a_pipeline_and_replicas_make_the_updates_of_one_worker(name, library, m
 def test_a_vgg_is_trained_under_three_plans_on_what_data_there_is(tmp_path):
     found = run_experiment(experiment("vgg19"), Setting("quick", data=tmp_path))
     assert {row[0] for row in found.tables[0].rows} == {"one worker", "pipeline of 2", "2 replicas"}
-    assert any("not CIFAR10" in note for note in found.notes)
+    assert any("not CIFAR-10" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("best", RATES)

@@ -9,6 +9,9 @@ from pipedejavu.zoo import open_data
 from pipedejavu.zoo.form import ImageForm
 
 
+_TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
+
+
 class ChosenImages(NamedTuple):
     """Images for an experiment."""
 
@@ -38,4 +41,4 @@ def choose_images(setting: Setting, published: str) -> ChosenImages:
         except InputError as fault:
             reason = str(fault).partition(";")[0]
     digits = "1,797 digits of 8×8 pixels that come with scikit-learn"
-    return ChosenImages("digits", f"The data are the {digits}, not {published.upper()}: {reason}.")
+    return ChosenImages("digits", f"The data are the {digits}, not {_TITLES[published]}: {reason}.")
