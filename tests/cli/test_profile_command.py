@@ -83,3 +83,20 @@ def test_faults_are_one_sentence(monkeypatch) -> None:
         monkeypatch.setattr("pipedejavu.planner.profiling.num_cores", lambda cores=cores: cores)
         assert sentence in refused(*parts, count)
     assert "--batch is a number of samples, 1 or more, not -1" in refused(*GPT, "--batch", "-1")
+
+
+def test_forward_passes_are_timed_alone_on_data_that_lie_on_the_device() -> None:
+    call = ("profile", "zoo:mlp", "--batch", "4", "--forward", "3")
+    form = json.loads(run(*call, "--json").stdout)
+    assert form["samples"] == 4
+    assert len(form["passes_s"]["cpu"]) == 3
+    assert all(time_s > 0 for time_s in form["passes_s"]["cpu"])
+    lines = run(*call).stdout.splitlines()
+    assert lines[0] == "mlp  3 forward passes with a batch size of 4, without gradients"
+    assert [line.split()[0] for line in lines[2:7]] == ["pass", "1", "2", "3", "median"]
+
+
+def test_forward_passes_need_a_number_and_no_units() -> None:
+    assert "--forward takes a number of passes, found 0" in refused("profile", "zoo:mlp", "--forward", "0")
+    for other in (("--estimate",), ("--out", "x.json")):
+        assert "leave out --estimate, --parts and --out" in refused("profile", "zoo:mlp", "--forward", "2", *other)

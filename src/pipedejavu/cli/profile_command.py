@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from pipedejavu.cli.forward_passes import time_on_devices
 from pipedejavu.cli.input_files import AsJson, read_model
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.terminal import print_json, styled, terminal
@@ -49,6 +50,10 @@ class ProfileRequest:
         list[int] | None,
         typer.Option(help="Also measure the CPU shared by this many workers; may be repeated."),
     ] = None
+    forward: Annotated[
+        int | None,
+        typer.Option(metavar="PASSES", help="Only time so many whole forward passes of the batch on each device."),
+    ] = None
     measure_budget_s: Annotated[
         float,
         typer.Option("--measure-budget", help="Seconds for measuring the model; what is left out is estimated."),
@@ -67,6 +72,15 @@ def run(request: ProfileRequest) -> None:
         )
     if request.parts and request.estimate:
         raise InputError("parts of a CPU are measured; leave out --parts or --estimate")
+    if request.forward is not None and (request.estimate or request.parts or request.out):
+        raise InputError(
+            "--forward only times whole passes on this machine; leave out --estimate, --parts and --out, which are"
+            " about units"
+        )
+    if request.forward is not None:
+        require_torch("profiling")
+        time_on_devices(model, request.batch, request.context, request.forward, request.as_json)
+        return
     machine = None if request.machine is None else read_machine(request.machine)
     require_torch("profiling")
     from pipedejavu.planner.precision_choice import estimated_precision

@@ -6,12 +6,12 @@ model of this name has a width of 512, and one sequence is passed. Tokens lie on
 """
 
 import platform
-import time
 from statistics import median
 from typing import Any
 
 import torch
 
+from pipedejavu.profile.forward_pass import time_forward_passes
 from pipedejavu.report import Compared, Curve, ExperimentFindings, FindingsTable, LineChart
 from pipedejavu.reproduce.experiment import Setting
 from pipedejavu.zoo import build
@@ -37,7 +37,8 @@ def run(setting: Setting) -> ExperimentFindings:
     times_ms = {}
     for device in ("cpu", *["cuda"] * torch.cuda.is_available()):
         setting.report(f"{PASSES} forward passes on {device}")
-        times_ms[device] = _times_ms(task.model, tokens, torch.device(device))
+        passes_s = time_forward_passes(task.model.train(), tokens, torch.device(device), PASSES)  # dropout is on
+        times_ms[device] = [1e3 * time_s for time_s in passes_s]
     rows = []
     for n in range(PASSES):
         cells = [f"{times_ms[d][n]:.2f}" if d in times_ms else "–" for d in PUBLISHED_MS]
@@ -61,25 +62,6 @@ def run(setting: Setting) -> ExperimentFindings:
          ("GPU", torch.cuda.get_device_name() if "cuda" in times_ms else "none")],
         _compared(times_ms), [_chart(times_ms)], [FindingsTable("Each pass", heads, rows)], (), notes,
     )  # fmt: skip
-
-
-def _times_ms(model: torch.nn.Module, tokens: torch.Tensor, device: torch.device) -> list[float]:
-    """Returns the milliseconds of each pass, the first one included."""
-    placed, tokens = model.to(device).train(), tokens.to(device)  # dropout is on, as it was
-    times = []
-    with torch.no_grad():
-        for _ in range(PASSES):
-            _wait(device)
-            started = time.perf_counter()
-            placed(tokens)
-            _wait(device)
-            times.append(1e3 * (time.perf_counter() - started))
-    return times
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _compared(times_ms: dict[str, list[float]]) -> list[Compared]:

@@ -8,7 +8,6 @@ from pipedejavu.reproduce.experiment import Setting
 from pipedejavu.zoo import open_data
 from pipedejavu.zoo.form import ImageForm
 
-
 _TITLES = {"mnist": "MNIST", "cifar10": "CIFAR-10"}
 
 
