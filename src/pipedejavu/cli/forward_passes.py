@@ -32,6 +32,7 @@ def time_on_devices(model: str, samples: int, context: int | None, passes: int, 
         table.add_row(f"{number + 1}", *(format_seconds(each[number]) for each in times_s.values()))
     table.add_row("median", *(format_seconds(median(each)) for each in times_s.values()), style="bold")
     console = terminal(soft_wrap=True)
-    console.print(styled(task.name, "bold"), f" {passes} forward passes with a batch size of {samples}, without gradients\n")
+    title = f" {passes} forward passes with a batch size of {samples}, without gradients\n"
+    console.print(styled(task.name, "bold"), title)
     console.print(table)
     console.print("\nThe model is in training mode, and the samples lie on the device from the start.")
