@@ -11,9 +11,8 @@ winner's loss once it has made as many updates itself.
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from pipedejavu.launch import plan_run
 from pipedejavu.launch.init_trial import InitTrial, run_init_trials
 from pipedejavu.plan import preset
 from pipedejavu.program import Program
+from pipedejavu.reproduce.seed_interval import describe_mean
 from pipedejavu.run import TrainOptions
 from pipedejavu.source.task import prepare
 from pipedejavu.zoo import build, open_data
@@ -160,13 +160,8 @@ def describe(setting: Setting, rows: Sequence[Row]) -> str:
     won = f"{sum(gain > 0 for gain in gains)} of {len(rows)}"
     cost = f"{fmean(row.spent for row in rows):.0f} / {fmean(row.ended for row in rows):.0f}"
     kind = f"{setting.optimizer}, lr {setting.lr:g}, batch {setting.samples}"
-    return f"| {setting.model} ({kind}) | {losses} | {_spread(gains)} | {won} | {_spread(free)} | {cost} |"
-
-
-def _spread(gains: Sequence[float]) -> str:
-    """Returns a mean with the half of its 95 % interval, by Student's t."""
-    t = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36}.get(len(gains), 2.26)
-    return f"{fmean(gains):+.3f} ± {t * stdev(gains) / sqrt(len(gains)):.3f}".replace("-", "−")
+    at_equal_cost, as_long = (describe_mean(values, sign=True) for values in (gains, free))
+    return f"| {setting.model} ({kind}) | {losses} | {at_equal_cost} | {won} | {as_long} | {cost} |"
 
 
 if __name__ == "__main__":

@@ -8,26 +8,13 @@ average (of logarithms, so that twice and half count alike). 'stated' is no pred
 with arithmetic at 40 %. Those that need scikit-learn are left out where it is missing.
 """
 
-import math
 import sys
 from collections.abc import Callable, Sequence
-from statistics import mean, median
 
 from pipedejavu.facts import InputError
 from pipedejavu.profile.operator import OperatorRow, known_rows, read_rows
 from pipedejavu.profile.predictor import PREDICTORS, Predict, fit_efficiency, leave_one_out
-
-STATED = 0.4
-
-
-def fit_stated(rows: Sequence[OperatorRow]) -> Predict:
-    del rows
-    return lambda asked: [max(row.flop / row.flop_per_s / STATED, row.size_bytes / row.bytes_per_s) for row in asked]
-
-
-def off(ratios: Sequence[float]) -> str:
-    logs = [abs(math.log(ratio)) for ratio in ratios]
-    return f"{math.exp(median(logs)):.2f} / {math.exp(mean(logs)):.2f}"
+from pipedejavu.reproduce.predictor_study import describe_error, fit_stated
 
 
 def print_table(title: str, names: Sequence[str], lines: Sequence[tuple[str, Sequence[str]]]) -> None:
@@ -55,11 +42,12 @@ def main() -> None:
     for what, key in keys.items():
         found = {name: leave_one_out(rows, key, fit) for name, fit in fits.items()}
         groups = sorted({key(row) for row in rows})
-        lines = [(group, [off(found[name][group]) for name in fits]) for group in groups]
+        lines = [(group, [describe_error(found[name][group]) for name in fits]) for group in groups]
         together = [[ratio for group in groups for ratio in found[name][group]] for name in fits]
-        print_table(f"without the {what}", list(fits), [*lines, ("all", [off(ratios) for ratios in together])])
+        lines.append(("all", [describe_error(ratios) for ratios in together]))
+        print_table(f"without the {what}", list(fits), lines)
     inside = [[t / row.time_s for t, row in zip(fit(rows)(rows), rows, strict=True)] for fit in fits.values()]
-    print_table("fitted to all", list(fits), [("all", [off(ratios) for ratios in inside])])
+    print_table("fitted to all", list(fits), [("all", [describe_error(ratios) for ratios in inside])])
     print("\nefficiencies")
     for type_ in sorted({row.type for row in rows}):
         own = fit_efficiency([row for row in rows if row.type == type_])

@@ -106,6 +106,9 @@ def test_accuracies_are_compared_with_exact_training_on_the_same_samples():
     rows = {row[0]: row for row in found.tables[0].rows}
     assert rows["1f1b"][3] == "+0.0"
     assert all(float(row[1]) in RATES for row in rows.values())
+    targets = open_data("digits", split="test").batch(range(256))[1].tolist()
+    commonest = max(map(targets.count, targets)) / 256
+    assert f"MLP of 8 layers on digits: {commonest:.1%}" in dict(found.conditions)["accuracy of the commonest target"]
     samples = {curve.points[-1][0] for chart in found.charts if chart.x == "samples" for curve in chart.curves}
     assert samples == {24 * 16}
     assert float(rows["pipedream"][5]) < float(rows["1f1b"][5])  # without a flush there is no bubble

@@ -92,6 +92,8 @@ def run(setting: Setting) -> ExperimentFindings:
     conditions = [
         ("samples", "the same number for every run of a model; a sample of the GPT is a sequence of 16 tokens"),
         ("seeds", f"{len(seeds)}"), ("intervals", "95 %, by Student's t"),
+        ("accuracy of the commonest target", "; ".join(
+            f"{title}: {models[title].commonest_share:.1%}" for title in updates)),
         ("optimizer", "SGD with momentum 0.9; AdamW for the GPT"),
         ("learning rate", "each algorithm's own: of three rates about a factor of 3 apart, and of more while the best"
                           f" is at the edge, that with the least loss on 1/{HELD_OUT} of the training samples, held"

@@ -67,6 +67,13 @@ class TrainingStudy:
         return task if self.trained is None else replace(task, data=self.trained)
 
     @cached_property
+    def commonest_share(self) -> float:
+        """The accuracy of always answering the commonest target of the test samples."""
+        data = self.test or self.task(0).data
+        targets = data.batch(range(min(self.most_tested, len(data))))[1]
+        return float(targets[targets >= 0].bincount().max() / (targets >= 0).sum())
+
+    @cached_property
     def held_out(self) -> "TrainingStudy":
         """The study on its training data alone, the last part of which is tested on."""
         trained, test = hold_out(self.task(0).data)
