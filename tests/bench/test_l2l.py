@@ -24,8 +24,8 @@ def test_layers_take_device_memory_only_if_their_activations_stay_there(capsys) 
     args, cpu = argparse.Namespace(**SIZES), torch.device("cpu")
     few, many = (script.measure(layers, args, cpu) for layers in (6, 24))
     layer_bytes = SIZES["microbatches"] * SIZES["samples"] * SIZES["context"] * SIZES["width"] * 4
-    assert many["device"] - few["device"] == 18 * layer_bytes
-    gradient_bytes = 4 * 13 * SIZES["width"] ** 2
-    assert many["host"] - few["host"] <= layer_bytes + gradient_bytes  # copies may be up to a layer late
+    late_bytes = layer_bytes + 4 * 13 * SIZES["width"] ** 2  # copies may be up to a layer late, in either run
+    assert abs(many["device"] - few["device"] - 18 * layer_bytes) <= late_bytes
+    assert many["host"] - few["host"] <= late_bytes
     replayed = [float(line.split("|")[5]) for line in capsys.readouterr().out.splitlines()]
     assert max(replayed) < 1e-4  # AdamW moves a weight by about its rate, 1e-4

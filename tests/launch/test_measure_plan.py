@@ -1,6 +1,7 @@
 """Measurements of a plan are kept for the next run, as long as they describe it."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,8 @@ from pipedejavu.plan import preset
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.session.rank_group import RankGroup
 
+NOTHING = SimpleNamespace(job=SimpleNamespace(compiler=None))
+"""An opened model without compiled units."""
 OPTIONS = TrainOptions(model="own.py:make", steps=2)
 PLAN = preset("ddp").at(workers=2, microbatches=1, samples=4)
 SOURCE = """
@@ -108,9 +111,9 @@ def test_a_host_that_only_updates_is_not_measured_again(monkeypatch: pytest.Monk
         return Profile(name="own", units=(unit,))
 
     monkeypatch.setattr(file, "_find_or_measure", measured)
-    profile = file.measure_plan(OPTIONS, plan, machine, ("fast0",), RankGroup(), [None], eager=eager)
+    profile = file.measure_plan(OPTIONS, plan, machine, ("fast0",), RankGroup(), [NOTHING], eager=eager)
     assert kinds == ["fast"]
     assert {kind: time.update_s for kind, time in profile.units[0].times.items()} == {"fast": 0.1, "cpu": 0.5}
     assert profile.estimated == {"cpu": "not measured: …"}
-    file.measure_plan(OPTIONS, plan, machine, ("fast0",), RankGroup(), [None])
+    file.measure_plan(OPTIONS, plan, machine, ("fast0",), RankGroup(), [NOTHING])
     assert kinds == ["fast", "cpu", "fast"]

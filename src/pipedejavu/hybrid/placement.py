@@ -114,7 +114,9 @@ def choose_placement(
     least_gpu = least_host = 0
     fitting: list[Placement] = []
     for count in counts:
-        places: list[Place] = ["gpu" if n < count and not u.is_bound_to_host else "host" for n, u in enumerate(units)]
+        places: list[Place] = [
+            u.host_place if u.is_bound_to_host else "gpu" if n < count else "host" for n, u in enumerate(units)
+        ]
         gpu = gpu_peak(units, intervals, places, limits.keeps_gradients)
         if gpu > limits.gpu_bytes:
             least_gpu = gpu
