@@ -8,10 +8,16 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
+import torch
+
+from pipedejavu.engine import Sgd
 from pipedejavu.facts import InputError
+from pipedejavu.plan import preset
 from pipedejavu.reproduce import EXPERIMENTS, Setting, experiment, run_experiment, text_model
 from pipedejavu.reproduce.initialisation_study import Candidate, choose
 from pipedejavu.reproduce.learning_rate import RATES, choose_rate, hold_out
+from pipedejavu.reproduce.training_study import StudyRun, TrainingStudy
+from pipedejavu.source.task import SampleOrder
 from pipedejavu.zoo import open_data
 
 
@@ -67,6 +73,23 @@ def test_a_pipeline_and_replicas_make_the_updates_of_one_worker(name, library, m
     assert {row[0] for row in found.tables[0].rows} == {"one worker", "pipeline of 2", "2 replicas"}
     said = "transformers is not installed" if library == "zoo" else "The model is transformers'"
     assert any(said in note for note in found.notes)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_running_statistics_are_evaluated_as_they_were_trained(workers):
+    options = {"stages": ((8,), (16,)), "side": 8, "channels": 1}
+    study = TrainingStudy(model="vgg-small", data="digits", samples=16, optimizer=Sgd(lr=0.05), options=options)
+    run = StudyRun(study, 0)
+    run.train(preset("1f1b").at(workers=workers, microbatches=1, samples=16), 3)
+    plain, order = study.task(0), SampleOrder(study.task(0), run.cut, (16,), 0)
+    optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.05)
+    for number in range(3):
+        optimizer.zero_grad()
+        (plain.loss(plain.model(order.own_inputs(number)), order.targets(number)) / 16).backward()
+        optimizer.step()
+    tested = run.tester.model.state_dict()
+    for name, expected in plain.model.state_dict().items():
+        assert torch.allclose(tested[name], expected, atol=1e-5), name
 
 
 def test_a_vgg_is_trained_under_three_plans_on_what_data_there_is(tmp_path):

@@ -16,7 +16,7 @@ import torch
 
 from pipedejavu.data.data_choice import DataChoice
 from pipedejavu.engine import AdamW, Byzantine, Job, Optimizer, Sgd
-from pipedejavu.engine.engine_state import put_all, take_all
+from pipedejavu.engine.engine_state import final_buffers, put_all, take_all
 from pipedejavu.engine.job import Log
 from pipedejavu.engine.threads import Outcome, Threads
 from pipedejavu.facts import Machine, Profile
@@ -187,7 +187,8 @@ class StudyRun:
                 if is_due or threads.updates >= updates:
                     last = threads.updates
                     outcome = threads.outcome()
-                    figures = self.evaluate(program, outcome)
+                    buffers = {name: b for handlers in threads.handlers for name, b in final_buffers(handlers).items()}
+                    figures = self.evaluate(program, outcome, buffers)
                     so_far = (last * per_update, elapsed_s, earlier_s + last * step_s)
                     course.evaluations.append(Evaluated(*so_far, *figures))
             outcome = threads.outcome()
@@ -198,10 +199,10 @@ class StudyRun:
             torch.set_num_threads(num_threads)
         return course
 
-    def evaluate(self, program: Program, outcome: Outcome) -> tuple[float, float]:
-        """Returns the mean loss and the accuracy of a run's result on test samples."""
-        weights = result_of(program, outcome.weights)
-        self.tester.model.load_state_dict({n: w.detach() for n, w in weights.items()}, strict=False)
+    def evaluate(self, program: Program, outcome: Outcome, buffers: dict[str, torch.Tensor]) -> tuple[float, float]:
+        """Returns the mean loss and the accuracy of a run's result, with its running statistics, on test samples."""
+        tensors = {**result_of(program, outcome.weights), **buffers}
+        self.tester.model.load_state_dict({name: t.detach() for name, t in tensors.items()}, strict=False)
         self.tester.model.eval()
         data = self.study.test or self.tester.held_out or self.tester.data
         inputs, targets = data.batch(range(min(self.study.most_tested, len(data))))
