@@ -40,6 +40,7 @@ LEVELS = {
     "run": 6,
     "hybrid_report": 6,
     "source": 7,
+    "job_queue": 7,
     "model_check": 8,
     "planner": 8,
     "session": 9,

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from pipedejavu.cluster import ClusterJob
+from pipedejavu.job_queue import JobEntry, QueueState, lock_queue
 from tests.cli.test_main import refused, run
 
 MACHINE = "2x(2xv100-32gb + 2xepyc-7763), 100Gb/s"
@@ -89,3 +91,48 @@ def test_a_list_of_servers_cannot_be_planned_for(tmp_path: Path) -> None:
     text = refused("schedule", jobs(tmp_path, "a,gpt-small,10,0,1"), "--machine", str(tmp_path / "nodes.csv"))
     assert "needs a plan for model 'gpt-small'" in text
     assert "only lists servers; give --rates, or a machine with known devices" in text
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "fault"),
+    [
+        ("a,zoo:mlp,5,1,16,", ("--machine", MACHINE), "--run uses this host's devices, and --machine concerns a"),
+        ("a,zoo:mlp,5,1,16,", ("--policy", "fifo", "--policy", "las"), "--run follows one policy, not 2"),
+        ("a,,5,1,16,", (), "job 'a' has no model to train; give one, such as zoo:mlp"),
+        ("a,zoo:mlp,,1,16,", (), "job 'a' gives none of them; give one of steps, epochs with samples, or duration_s"),
+        ("a,zoo:mlpp,5,1,16,", (), "job 'a': there is no model 'zoo:mlpp'; did you mean"),
+        ("../a,zoo:mlp,5,1,16,", (), "job '../a' is not named as a folder can be"),
+        ("a,zoo:mlp,5,0,16,", (), "job 'a' asks for 0 devices; a job that is run holds whole ones"),
+        ("a,zoo:mlp,5,3,16,", (), "job 'a' has a batch of 16, which 3 workers with 1 microbatches each cannot share"),
+        ("a,zoo:mlp,5,1,16,workers=2", (), "job 'a' gives the option 'workers', which the queue sets from its steps"),
+        ("a,zoo:mlp,5,1,16,sed=2", (), "job 'a': there is no option 'sed'; did you mean 'seed'?"),
+        ("a,zoo:mlp,5,1,16,lr=-1", (), "job 'a': --lr is a number, above 0, not -1"),
+        ("a,zoo:mlp,5,4096,4096,", (), "job 'a' asks for 4096 devices, and this host does not have them for it: it"),
+        ("a,zoo:mlp,5,1,16,seed", (), "options are NAME=VALUE, separated by spaces, not 'seed'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_before_anything_starts(
+    tmp_path: Path, row: str, options: tuple[str, ...], fault: str
+) -> None:
+    path = jobs(tmp_path, row, header="name,model,steps,gpus,batch,options")
+    assert fault in refused("schedule", path, "--run", "--out", str(tmp_path / "q"), *options)
+    assert not (tmp_path / "q").exists()
+
+
+def test_a_queue_goes_on_with_the_same_jobs_only(tmp_path: Path) -> None:
+    path = jobs(tmp_path, "a,zoo:mlp,5,1,16", header="name,model,steps,gpus,batch")
+    other = ClusterJob(name="a", model="zoo:mlp", steps=6, gpus=1)
+    (tmp_path / "q").mkdir()
+    QueueState(began_at=0.0, entries=(JobEntry(job=other),)).write(tmp_path / "q")
+    text = refused("schedule", path, "--run", "--out", str(tmp_path / "q"))
+    assert "has 1 jobs, and job 'a' is not the same there; put the file back as it was" in text
+    with lock_queue(tmp_path / "q"):
+        text = refused("schedule", path, "--run", "--out", str(tmp_path / "q"))
+    assert "another scheduler runs the queue in" in text
+
+
+def test_a_cluster_or_a_run_is_needed(tmp_path: Path) -> None:
+    path = jobs(tmp_path, "a,m,5,0,1")
+    assert "schedule needs a cluster with --machine; or --run, to train the jobs" in refused("schedule", path)
+    text = refused("schedule", path, "--machine", MACHINE, "--out", "q")
+    assert "--out is the folder of a queue that is run; add --run" in text

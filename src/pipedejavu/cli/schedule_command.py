@@ -12,6 +12,7 @@ from rich.table import Table
 from pipedejavu.cli.input_files import AsJson, read_model
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_command import MEASURING, show_progress
+from pipedejavu.cli.queue_command import run_queue
 from pipedejavu.cli.terminal import print_json, terminal
 from pipedejavu.cluster import (
     ClusterCourse,
@@ -51,11 +52,13 @@ class ScheduleRequest:
         typer.Argument(metavar="JOBS", help="Jobs as JSON or CSV, or a trace: openb's tasks, Synergy's 100 jobs."),
     ]
     machine: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="A machine or cluster file, a text such as '4x(8xv100 + 2xepyc-7763), 100Gb/s', or openb's nodes."
         ),
-    ]
+    ] = None
+    is_run: Annotated[bool, typer.Option("--run", help="Train the jobs on this host's devices.")] = False
+    out: Annotated[str, typer.Option(help="Folder of a queue that is run; it goes on with the one there.")] = "queue"
     rates: Annotated[
         str | None, typer.Option(help="A CSV of updates per second by model and resources, in place of plans.")
     ] = None
@@ -82,13 +85,21 @@ class ScheduleRequest:
     plan_budget: Annotated[float, typer.Option(help="Seconds for each search of a plan.")] = 5.0
     html: Annotated[str | None, typer.Option(help="Write the page of the first policy to this file.")] = None
     as_json: AsJson = False
+    explicit: frozenset[str] = frozenset()
+    """Names of the fields that were on the command line."""
 
 
 def run(request: ScheduleRequest) -> None:
-    """Simulates each policy, and prints or writes what came out."""
+    """Simulates each policy, or runs the jobs under one, and prints or writes what came out."""
     names = request.policy or ["fifo"]
     options = [_options(request, name) for name in names]
+    if "out" in request.explicit and not request.is_run:
+        raise InputError("--out is the folder of a queue that is run; add --run, or write the page with --html")
     jobs = read_jobs(request.jobs)
+    if request.is_run:
+        check_run(request)
+        run_queue(jobs, options[0], request.out, request.html, request.as_json)
+        return
     with show_progress() as progress:
         servers, machine = _read_cluster(request)
         jobs = with_rates(jobs, request, machine, progress)
@@ -106,6 +117,17 @@ def run(request: ScheduleRequest) -> None:
         terminal(soft_wrap=True).print(f"wrote {request.html}")
 
 
+def check_run(request: ScheduleRequest) -> None:
+    """Raises InputError for options that concern a simulation alone."""
+    simulated = ("machine", "rates", "allocation", "price", "rent", "plan_budget")
+    given = [name for name in simulated if name in request.explicit]
+    if given:
+        option = f"--{given[0].replace('_', '-')}"
+        raise InputError(f"--run uses this host's devices, and {option} concerns a simulation; leave one of them out")
+    if len(request.policy or ()) > 1:
+        raise InputError(f"--run follows one policy, not {len(request.policy or ())}; give one --policy")
+
+
 def _options(request: ScheduleRequest, policy: str) -> ScheduleOptions:
     form = {
         "policy": policy, "allocation": request.allocation, "packing": request.packing, "backfill": request.backfill,
@@ -116,6 +138,8 @@ def _options(request: ScheduleRequest, policy: str) -> ScheduleOptions:
 
 def _read_cluster(request: ScheduleRequest) -> tuple[list[Server], Machine | None]:
     """Returns the servers, owned and rented, and the machine that they are; None if only a list of nodes is given."""
+    if request.machine is None:
+        raise InputError("schedule needs a cluster with --machine; or --run, to train the jobs on this host")
     prices = _read_prices(request.price)
     listed = read_servers(request.machine)
     if listed is not None:

@@ -73,6 +73,8 @@ class ClusterJob(Record):
     after: tuple[str, ...] = ()
     """Jobs that end before this one starts."""
     rates: tuple[RateRow, ...] = ()
+    options: dict[str, bool | int | float | str] = Field(default={})
+    """Options of `train` for a job that is run, by name."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -120,6 +122,11 @@ class ClusterJob(Record):
         if self.most_gpus is None:
             return [self.gpu_milli]
         return [MILLI * count for count in range(int(self.gpus), self.most_gpus + 1)]
+
+    @property
+    def title(self) -> str:
+        """What it trains, or else the GPUs that it asks for."""
+        return self.model or f"{self.gpus:g} GPUs"
 
     @cached_property
     def table(self) -> "RateTable":

@@ -122,6 +122,8 @@ def _csv_value(name: str, text: str) -> object:
     annotation = ClusterJob.model_fields[name].annotation
     if name in ("after", "kinds"):
         return text.split()
+    if name == "options":
+        return dict(_option(pair) for pair in text.split())
     if annotation is str:
         return text
     try:
@@ -129,6 +131,18 @@ def _csv_value(name: str, text: str) -> object:
     except ValueError:
         return text  # a quantity such as '2 GiB', or a fault that the record names
     return int(number) if number.is_integer() and int in (annotation, *get_args(annotation)) else number
+
+
+def _option(pair: str) -> tuple[str, object]:
+    """Returns the name and the value of 'NAME=VALUE'."""
+    name, sign, text = pair.partition("=")
+    if not (name and sign):
+        raise ValueError(f"options are NAME=VALUE, separated by spaces, not '{pair}'")
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return name, text
+    return name, value if isinstance(value, bool | int | float) else text
 
 
 def _openb_job(row: dict[str, str]) -> ClusterJob:

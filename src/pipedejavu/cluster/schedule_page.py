@@ -68,7 +68,7 @@ def gantt_data(course: ClusterCourse) -> dict[str, Any]:
             by_server.setdefault(part.server, []).append(span)
     busy = {n: sum(s.end_s - s.start_s for s in members) for n, members in by_server.items()}
     shown = sorted(sorted(busy, key=lambda n: -busy[n])[:MOST_SERVERS])
-    models = [run.job.model or f"{run.job.gpus:g} GPUs" for run in course.runs]
+    models = [run.job.title for run in course.runs]
     groups = _groups([models[span.job] for span in drawn])
     colours = [groups.get(model, "other") for model in models]
     end_s = max((span.end_s for span in spans), default=1.0) or 1.0
