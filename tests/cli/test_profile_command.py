@@ -97,6 +97,6 @@ def test_forward_passes_are_timed_alone_on_data_that_lie_on_the_device() -> None
 
 
 def test_forward_passes_need_a_number_and_no_units() -> None:
-    assert "--forward takes a number of passes, found 0" in refused("profile", "zoo:mlp", "--forward", "0")
+    assert "--forward is a number of passes, 1 or more, not 0" in refused("profile", "zoo:mlp", "--forward", "0")
     for other in (("--estimate",), ("--out", "x.json")):
         assert "leave out --estimate, --parts and --out" in refused("profile", "zoo:mlp", "--forward", "2", *other)

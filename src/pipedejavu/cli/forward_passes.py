@@ -5,13 +5,11 @@ from statistics import median
 from rich.table import Table
 
 from pipedejavu.cli.terminal import print_json, styled, terminal
-from pipedejavu.facts import InputError, format_seconds
+from pipedejavu.facts import format_seconds
 
 
 def time_on_devices(model: str, samples: int, context: int | None, passes: int, as_json: bool) -> None:
     """Times so many passes of a batch on the CPU and, if there is one, on a GPU, and prints them."""
-    if passes < 1:
-        raise InputError(f"--forward takes a number of passes, found {passes}; give 1 or more")
     import torch
 
     from pipedejavu.profile.forward_pass import time_forward_passes

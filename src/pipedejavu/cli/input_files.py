@@ -12,6 +12,15 @@ from pipedejavu.plan import Plan, preset, sized
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
+PlannedModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile (JSON, graph.txt or CSV), or a shape: gpt-small.",
+    ),
+]
+"""A model that is planned for, and need not be here."""
+
 Speeds = Annotated[
     list[str] | None,
     typer.Option("--speed", help="How fast a kind of device is, as a multiple of the profile: xeon=0.04; repeatable."),

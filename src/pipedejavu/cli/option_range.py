@@ -41,6 +41,7 @@ RANGES = {
     "lora": OptionRange("a rank"),
     "price": OptionRange("a price per hour", 0),
     "epochs": OptionRange("a number of passes"),
+    "forward": OptionRange("a number of passes"),
     "accumulate": OptionRange("a number of microbatches"),
     "eval": OptionRange("a share or a number of samples", 0),
     "eval_every": OptionRange("a number of updates"),

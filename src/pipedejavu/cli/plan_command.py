@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pipedejavu.cli.input_files import AsJson, Speeds, read_amounts, read_model, read_speeds
+from pipedejavu.cli.input_files import AsJson, PlannedModel, Speeds, read_amounts, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_answer import PlanAnswer, describe_memory, explain
 from pipedejavu.cli.plan_origin import with_origin
@@ -56,13 +56,7 @@ MEASURING = ("measuring", "pip install 'pipedejavu[train]', or give --machine an
 class PlanRequest:
     """The arguments and options of `plan`."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile (JSON, graph.txt or CSV), or a shape: gpt-small.",
-        ),
-    ]
+    model: PlannedModel
     machine: Annotated[
         str | None,
         typer.Option(help="A machine file, or a text such as '4xa100 + epyc-7763'; by default this machine, measured."),

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from pipedejavu.cli.input_files import AsJson, Speeds, read_amounts
+from pipedejavu.cli.input_files import AsJson, PlannedModel, Speeds, read_amounts
 from pipedejavu.cli.plan_command import PlanInputs, PlanRequest, read_inputs, show_progress
 from pipedejavu.cli.terminal import print_json, styled, terminal
 from pipedejavu.facts import InputError, Machine, Profile
@@ -18,13 +18,7 @@ from pipedejavu.search import Rental, SearchOptions, SearchResult, TrainingGoal,
 class RentRequest:
     """The arguments and options of `rent`."""
 
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="zoo:NAME, hf:CONFIG, FILE.py:FUNCTION, a profile (JSON, graph.txt or CSV), or a shape: gpt-small.",
-        ),
-    ]
+    model: PlannedModel
     machine: Annotated[
         list[str], typer.Option(help="A machine file, or a text such as '8xa100-80gb'; once per machine to compare.")
     ]

@@ -77,8 +77,6 @@ class OwnProcessBackend(ProcessBackend):
             rank = Rank(setup.options, setup.program, store, folder, folder.start(), watchdog, forecast, prepared)
             result = rank.run(folder.checkpoint_dir)
         except ShortageError as shortage:
-            if rank is not None and rank.saver is not None:
-                rank.saver.wait()  # the run goes on from this checkpoint
             _forget_frames(shortage)
             samples = rank.microbatch_samples if rank else None
             return ShortageError(shortage.worker, shortage.found_bytes), samples

@@ -151,9 +151,10 @@ class Rank:
             with self.reporter, monitor:
                 try:
                     handlers = self._train(checkpoint_dir)
-                except InputError:
-                    if self.saver:  # it holds finite state; reports are still taken, so the metrics have its steps
-                        self.saver.finish()
+                except Exception as error:  # a checkpoint holds finite state, and the run can go on from it
+                    is_alone = len(self.program.workers) == 1
+                    if self.saver and (isinstance(error, InputError) or (is_alone and is_shortage(error))):
+                        self.saver.finish()  # reports are still taken, so the metrics have its steps
                     raise
                 if self.saver:
                     self.saver.wait()
