@@ -42,6 +42,13 @@ def test_utilisation_is_the_models_flop_of_the_devices_peak(program: Program) ->
     assert flop_share(program, 10.0) == pytest.approx(10 * flop / peak)
 
 
+def test_no_utilisation_exceeds_the_peak(program: Program) -> None:
+    # A peak that was measured in float32 is none of bf16.
+    rate = 10.0 / (flop_share(program, 10.0) or 1.0)
+    assert flop_share(program, 0.99 * rate) == pytest.approx(0.99)
+    assert flop_share(program, 1.01 * rate) is None
+
+
 def test_what_is_not_known_is_not_made_up(program: Program) -> None:
     devices = tuple(d.replace(flop_per_s=0.0, kind="own") for d in program.machine.devices)
     unknown = replace(program, machine=program.machine.replace(devices=devices))

@@ -19,7 +19,10 @@ class Headline(NamedTuple):
 
 
 def flop_share(program: Program, samples_per_s: float) -> float | None:
-    """Returns the model FLOP utilisation over all devices; None unless FLOP and peaks are known."""
+    """Returns the model FLOP utilisation over all devices; None unless FLOP and peaks are known.
+
+    None, too, if it would exceed 1: the known peak is then that of a slower format than the one that is computed in.
+    """
     flop = _PASSES * sum(unit.flop for unit in program.profile.units) * samples_per_s
     peak = 0.0
     for name in program.devices:
@@ -30,7 +33,7 @@ def flop_share(program: Program, samples_per_s: float) -> float | None:
         if not device_peak:
             return None
         peak += device_peak
-    return flop / peak if flop and peak else None
+    return flop / peak if flop and 0 < flop <= peak else None
 
 
 def headlines(
