@@ -9,7 +9,8 @@ torch = pytest.importorskip("torch")
 
 from pipedejavu.cli import runs_command
 from pipedejavu.plan import preset
-from pipedejavu.run import RunFolder, TrainOptions
+from pipedejavu.run import JobRecord, RunFolder, TrainOptions
+from pipedejavu.simulate import JobChance
 
 
 @pytest.fixture
@@ -33,6 +34,11 @@ def two(tmp_path: Path) -> tuple[str, str]:
             RunFolder(path).add_metrics({"failed": "worker 1 was ended by SIGKILL"})
         else:
             (path / "model.safetensors").touch()
+            chance = JobChance(time_s=7.0, low_s=5.0, high_s=9.0, deviation_s=1.0)
+            JobRecord(
+                model="mlp", plan="ddp", batch=4, devices="cpu", steps=5, step_s=1.0, scale=0.2, chance=chance,
+                measured_s=7.0,
+            ).save(path / "forecast.json")  # fmt: skip
     return str(tmp_path / "slow"), str(tmp_path / "fast")
 
 
@@ -40,14 +46,16 @@ def test_all_runs_of_a_folder_are_listed(two: tuple[str, str], capsys: pytest.Ca
     folder = str(Path(two[0]).parent)
     runs_command.run([folder], as_json=False)
     head, *lines = capsys.readouterr().out.splitlines()
-    assert head.split() == ["run", "model", "plan", "state", "steps", "last", "loss", "samples/s", "changed"]
+    columns = ["run", "model", "plan", "state", "steps", "last", "loss", "samples/s", "whole", "job", "changed"]
+    assert head.split() == columns
     by_name = {line.split()[0]: line.split()[1:-2] for line in lines[:2]}
-    assert by_name["slow"] == ["mlp", "gpipe", "failed", "3/5", "0.0333", "40.0"]
-    assert by_name["fast"] == ["mlp", "ddp", "finished", "5/5", "0.0400", "20.0"]
+    assert by_name["slow"] == ["mlp", "gpipe", "failed", "3/5", "0.0333", "40.0", "–"]
+    assert by_name["fast"] == ["mlp", "ddp", "finished", "5/5", "0.0400", "20.0", *"7 s (forecast 5 to 9 s)".split()]
     assert lines[-1] == "slow failed: worker 1 was ended by SIGKILL"
     runs_command.run([folder], as_json=True)
     found = json.loads(capsys.readouterr().out)["runs"]
     assert {run["plan"]: run["state"] for run in found} == {"gpipe": "failed", "ddp": "finished"}
+    assert {run["plan"]: run["job"] and run["job"]["measured_s"] for run in found} == {"gpipe": None, "ddp": 7.0}
 
 
 def test_runs_are_set_side_by_side(two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:

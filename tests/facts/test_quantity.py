@@ -4,7 +4,7 @@ import re
 import pytest
 
 from pipedejavu.facts import Device, FaultsError, Link, Machine, Profile, format_bytes, format_seconds
-from pipedejavu.facts.quantity import parse_quantity
+from pipedejavu.facts.quantity import format_deviation, format_long, format_range, parse_quantity
 
 
 @pytest.mark.parametrize(
@@ -200,3 +200,23 @@ def test_no_duration_is_formatted_in_powers_of_ten() -> None:
     times = [mantissa * 10.0**power for power in range(-6, 7) for mantissa in (1, 9.994, 9.9951, 9.99999)]
     assert [t for t in times if "e" in format_seconds(t)] == []
     assert all(math.isclose(float(format_seconds(t).split()[0]), t, rel_tol=6e-3) for t in times if t >= 1)
+
+
+@pytest.mark.parametrize(
+    ("low_s", "high_s", "text"),
+    [
+        (3240, 4260, "54 to 71 min"),
+        (1.23, 9.96, "1.2 to 10 s"),
+        (50, 119, "50 to 119 s"),
+        (1800, 14400, "0.5 to 4 h"),
+        (86400, 200000, "1 to 2.3 days"),
+        (0, 0, "0 to 0 s"),
+    ],
+)
+def test_ranges_have_the_unit_of_their_upper_end(low_s: float, high_s: float, text: str) -> None:
+    assert format_range(low_s, high_s) == text
+
+
+def test_a_deviation_has_the_unit_of_its_duration() -> None:
+    assert format_deviation(3720, 480) == "62 min, deviation 8 min"
+    assert format_long(7200) == "2 h"

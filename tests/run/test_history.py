@@ -39,6 +39,8 @@ def test_steps_and_rates_are_those_of_the_metrics(tmp_path: Path) -> None:
     assert [*run.rates()] == [(2, 8, 1.0), (4, 16, 2.0)]
     assert run.samples_per_s == 8.0
     assert run.step_s == 1.0
+    assert (run.step_s_after(1), run.step_s_after(2)) == (1.0, 2.0)
+    assert run.step_s_after(3) is None
     assert run.peak_bytes == 4
 
 

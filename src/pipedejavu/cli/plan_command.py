@@ -14,6 +14,7 @@ from rich.table import Table
 
 from pipedejavu.cli.input_files import AsJson, PlannedModel, Speeds, read_amounts, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
+from pipedejavu.cli.job_outlook import describe_job
 from pipedejavu.cli.plan_answer import PlanAnswer, describe_memory, explain
 from pipedejavu.cli.plan_origin import with_origin
 from pipedejavu.cli.terminal import print_json, styled, terminal
@@ -44,7 +45,7 @@ from pipedejavu.search import (
     nothing_fits,
     search,
 )
-from pipedejavu.simulate import simulate
+from pipedejavu.simulate import JobChance, PastJob, devices_of, job_chance, key_of, scale_of, simulate
 from pipedejavu.zoo import estimate_profile
 from pipedejavu.zoo.gpt_shape import read_shape, shape_text, tokens_of
 
@@ -74,6 +75,9 @@ class PlanRequest:
     ] = "time"
     price: Annotated[
         list[str] | None, typer.Option(help="Price per hour of a kind of device, such as a100=2.5; may be repeated.")
+    ] = None
+    steps: Annotated[
+        int | None, typer.Option(help="Updates of the training, to say how long all of it takes with the best plan.")
     ] = None
     staleness: Annotated[int, typer.Option(help="Most updates by which weights may be stale; 0 is synchronous.")] = 0
     costed: Annotated[bool, typer.Option(help="Include plans that are only costed, not run.")] = False
@@ -107,6 +111,8 @@ class PlanInputs(NamedTuple):
     machine: Machine
     options: SearchOptions
     notes: tuple[str, ...]
+    job: JobChance | None = None
+    """The time of the whole training with the best plan, if its number of updates is known."""
 
 
 def run(request: PlanRequest) -> None:
@@ -134,6 +140,8 @@ def run(request: PlanRequest) -> None:
         question = (problem.profile, problem.machine, problem.options, result.best, progress)
         answer = PlanAnswer(result, leaner_plans(*question) if request.html else (), advise(*question))
     best = result.best
+    if request.steps is not None:
+        problem = problem._replace(job=_forecast_job(best, request))
     if request.out:
         with_origin(best).save(request.out)
     if request.html:
@@ -274,10 +282,25 @@ def _table(candidates: Sequence[RankedPlan], has_price: bool) -> Table:
     return table
 
 
+def _forecast_job(best: RankedPlan, request: PlanRequest) -> JobChance:
+    """Returns the time of a training with a plan; earlier jobs tell something if they ran on this machine."""
+    program = compile_plan(best.plan, best.profile, best.machine, fold=False)
+    past: Sequence[PastJob] = ()
+    if request.machine is None:
+        from pipedejavu.planner.job_history import past_jobs
+
+        past = past_jobs(devices_of(program))
+    assert request.steps is not None
+    chance, key = simulate(program).chance, key_of(request.model.removeprefix("zoo:"), program)
+    return job_chance(key, chance.mean_s / program.plan.steps, scale_of(chance), request.steps, past)
+
+
 def _notes(result: SearchResult, problem: PlanInputs) -> list[str]:
     looked = f"{result.num_estimated:,} estimated, {result.num_simulated} simulated, {format_seconds(result.time_s)}"
     whole = "" if result.is_complete else "; not all were looked at, so there may be better ones"
     notes = [*problem.notes, f"search: {result.searcher}, as {result.reason} ({looked}{whole})", *result.notes]
+    if problem.job is not None:
+        notes.append(describe_job(problem.job, "once train has measured the model"))
     if result.best is not None and result.best.chance.varies:
         low, high = map(format_seconds, result.best.chance[1:])
         notes.append(f"error: in nine of ten such forecasts the first plan's update takes {low} to {high}")
@@ -335,6 +358,7 @@ def _form(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: Pl
         "num_estimated": result.num_estimated,
         "num_simulated": result.num_simulated,
         "search_s": result.time_s,
+        "job": problem.job and problem.job.model_dump(),
         "notes": _notes(result, problem),
         "files": [file for file in (request.out, request.html) if file],
     }

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipedejavu.analysis import verify
+from pipedejavu.cli.job_outlook import JobOutlook, describe_job
 from pipedejavu.facts import WorkerSummary, format_bytes, format_seconds
 from pipedejavu.program import Program
 from pipedejavu.report import count_parameters, flop_share
-from pipedejavu.simulate import simulate
 
 if TYPE_CHECKING:
     from pipedejavu.run import TrainOptions
@@ -15,17 +14,17 @@ if TYPE_CHECKING:
 _BYTES = {"float32": 4, "float64": 8}
 
 
-def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -> Iterator[str]:
-    """Yields sentences about a run that has made `done` updates, by the simulator's forecast."""
+def describe_outlook(options: "TrainOptions", outlook: JobOutlook) -> Iterator[str]:
+    """Yields sentences about a run, by the simulator's forecast and by that of the whole job."""
+    prediction, job = outlook.prediction, outlook.record
+    program = prediction.program
     yield _what_is_trained(options, program)
     yield _how_fast(options)
-    prediction = simulate(program, verify(program))
     for worker in prediction.workers:
         yield _memory_of(worker, program)
-    step_s, left = prediction.chance.mean_s / program.plan.steps, options.steps - done
-    samples = sum(program.sizes)
+    samples, step_s = sum(program.sizes), job.step_s
     rate = samples / step_s if step_s else 0.0
-    parts = [f"{format_seconds(step_s)} per update, {left} updates: {format_seconds(step_s * left)}"]
+    parts = [f"{format_seconds(step_s)} per update, {job.steps} updates: {format_seconds(step_s * job.steps)}"]
     if tokens := _tokens_per_sample(options):
         parts.append(f"{rate * tokens:,.0f} tokens/s")
     else:
@@ -33,8 +32,9 @@ def describe_outlook(options: "TrainOptions", program: Program, done: int = 0) -
     if (share := flop_share(program, rate)) is not None:
         parts.append(f"MFU {share:.1%}")
     if options.price is not None:
-        parts.append(f"cost {options.price * step_s * left / 3600:,.2f} at {options.price:g} per hour")
+        parts.append(f"cost {options.price * job.chance.time_s / 3600:,.2f} at {options.price:g} per hour")
     yield f"forecast: {', '.join(parts)}"
+    yield describe_job(job.chance, "without evaluations" if options.has_evaluation else "")
 
 
 def _tokens_per_sample(options: "TrainOptions") -> int | None:

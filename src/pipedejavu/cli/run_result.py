@@ -80,10 +80,11 @@ def _leads(done: "TrainedRun", options: "TrainOptions", run: "History", forecast
     if not total_s or not run.steps:
         return []
     elapsed_s, num_steps = run.steps[-1].elapsed_s, run.steps[-1].step
+    job = f"; with start and end {run.job}" if run.job else ""
     return headlines(
         done.program,
         sum(samples for samples, _ in rates) / total_s,
-        Headline("Time", format_seconds(elapsed_s), f"{num_steps:,} updates, all of {options.steps:,}"),
+        Headline("Time", format_seconds(elapsed_s), f"{num_steps:,} updates, all of {options.steps:,}{job}"),
         tokens_per_sample=run.tokens_per_sample,
         forecast=forecast,
         cost=None if options.price is None else (options.price, elapsed_s / 3600),

@@ -32,10 +32,11 @@ def _print_list(runs: "Sequence[History]", path: str, as_json: bool) -> None:
         print_json({"runs": [_form(run) for run in runs]})
         return
     shown = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("run", "model", "plan", "state", "steps", "last loss", "samples/s", "changed"):
+    for column in ("run", "model", "plan", "state", "steps", "last loss", "samples/s", "whole job", "changed"):
         shown.add_column(column, justify="right" if column in ("steps", "last loss", "samples/s") else "left")
     for run in runs:
         cells = [_number(run.steps[-1].loss if run.steps else None, ".4f"), _number(run.samples_per_s, ",.1f")]
+        cells.append(_job(run))
         names: list[str | Text] = [run.folder.path.name, run.options.model, run.plan.name, _colored(run.state)]
         shown.add_row(*names, f"{_last_step(run)}/{run.options.steps}{_skipped(run)}", *cells, _moment(run.changed_s))
     console = terminal(soft_wrap=True)
@@ -77,6 +78,10 @@ def _ratio(run: "History") -> float | None:
     return step_s / predicted_s if predicted_s and step_s else None
 
 
+def _job(run: "History") -> str:
+    return str(run.job or "–")
+
+
 def _memory(run: "History") -> str:
     if run.peak_bytes is None:
         return "–"
@@ -95,6 +100,7 @@ _FIGURES: "dict[str, Callable[[History], str | Text]]" = {
     "step, forecast": lambda run: _seconds(_predicted_s(run)),
     "step, measured": lambda run: _seconds(run.step_s),
     "measured ÷ forecast": lambda run: _number(_ratio(run), ".2f"),
+    "whole job": _job,
     "peak memory of a worker": _memory,
     "trained for": lambda run: _seconds(run.steps[-1].elapsed_s if run.steps else None),
     "changed": lambda run: _moment(run.changed_s),
@@ -102,6 +108,7 @@ _FIGURES: "dict[str, Callable[[History], str | Text]]" = {
 
 
 def _form(run: "History") -> dict[str, Any]:
+    job = run.job
     return {
         "run_dir": str(run.folder.path),
         "state": run.state,
@@ -117,6 +124,7 @@ def _form(run: "History") -> dict[str, Any]:
         "samples_per_s": run.samples_per_s,
         "predicted_step_s": _predicted_s(run),
         "measured_step_s": run.step_s,
+        "job": job and {**job.chance.model_dump(), "measured_s": job.measured_s},
         "peak_bytes": run.peak_bytes,
         "peak_gpu_bytes": run.peak_gpu_bytes,
         "elapsed_s": run.steps[-1].elapsed_s if run.steps else 0.0,

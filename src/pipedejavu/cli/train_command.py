@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, get_args
 
 from pipedejavu.cli.input_files import read_model
 from pipedejavu.cli.installed import require_torch
+from pipedejavu.cli.job_outlook import JobOutlook
 from pipedejavu.cli.plan_choice import choose
 from pipedejavu.cli.run_file import read_run_file, write_run_file
 from pipedejavu.cli.run_outlook import describe_outlook
@@ -139,7 +140,7 @@ def _train(
     from pipedejavu.data.data_choice import check_choice
     from pipedejavu.engine.device import deterministic
     from pipedejavu.launch import plan_run, train_rank
-    from pipedejavu.run import check_logbooks, lock_run
+    from pipedejavu.run import RunFolder, check_logbooks, lock_run
     from pipedejavu.source.chosen_data import data_choice
     from pipedejavu.source.model_source import check_sources
     from pipedejavu.source.task import Prepared
@@ -159,19 +160,25 @@ def _train(
         stack.enter_context(lock_run(folder))
     plan = partial(plan_run, devices=request.device_choice, ranks=ranks, renews=request.renew, prepared=prepared)
     options, program, note = plan(options, chosen, machine, start=start, profile=profile, eager=eager)
-    if ranks.is_first and not request.as_json:
-        _announce(options, program, note, start)
+    outlook = JobOutlook(options, program, start.step if start else 0) if ranks.is_first else None
+    if outlook and not request.as_json:
+        _announce(options, note, outlook)
     if options.init_candidates > 1 and not (start and start.step):
         start = _choose_candidate(options, program, folder, ranks, start)
         options, program, _ = plan(options, program.plan, program.machine, start=start, profile=program.profile)
+        outlook = JobOutlook(options, program, start.step) if ranks.is_first else None
     if ranks.is_first and not resumed:
         write_run_file(request, Path(folder))
+    if outlook:
+        outlook.begin(RunFolder(folder))
     try:
         done = train_rank(options, program, folder, ranks, start, prepared[-1] if prepared else None)
     except KeyboardInterrupt:
         print_error(f"stopped; the metrics so far are in {folder}")
         raise SystemExit(130) from None
     if done is not None:
+        assert outlook
+        outlook.end(done.folder)
         _conclude(done, options, request.as_json)
         if moved := done.folder.fallback.describe():
             tell(moved)
@@ -220,7 +227,8 @@ def _print_done(resumed: "Resumed", options: "TrainOptions", as_json: bool) -> N
         print_json(_summary_of(resumed.folder))
 
 
-def _announce(options: "TrainOptions", program: Program, note: str, start: "RunStart | None") -> None:
+def _announce(options: "TrainOptions", note: str, outlook: JobOutlook) -> None:
+    program = outlook.prediction.program
     axes = "  ".join(f"{axis}={text}" for axis, text in program.plan.axes().items())
     print_error(f"{options.model} with plan {program.plan.name}: {axes}")
     devices = (program.machine.device(name) for name in program.devices)
@@ -230,7 +238,7 @@ def _announce(options: "TrainOptions", program: Program, note: str, start: "RunS
         print_error(f"{decision.axis}: {decision.choice} ({decision.reason})")
     if note:
         print_error(note)
-    for sentence in describe_outlook(options, program, start.step if start else 0):
+    for sentence in describe_outlook(options, outlook):
         print_error(sentence)
 
 

@@ -89,3 +89,29 @@ def format_seconds(time_s: float) -> str:
         if abs(time_s) >= 0.9995 * scale or unit == "us":
             return f"{time_s / scale:.3g} {unit}"
     raise AssertionError("unreachable")
+
+
+_LONG = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "h"), (120.0, 60.0, "min"), (0.0, 1.0, "s"))
+"""From how long on a duration is said in which unit, and the unit's seconds."""
+
+
+def format_range(low_s: float, high_s: float) -> str:
+    """Formats two durations in the unit of the longer one: '54 to 71 min'."""
+    return f"{_in_unit(low_s, high_s)[0]} to {' '.join(_in_unit(high_s, high_s))}"
+
+
+def format_long(time_s: float) -> str:
+    """Formats the duration of a job: '62 min'."""
+    return " ".join(_in_unit(time_s, time_s))
+
+
+def format_deviation(time_s: float, deviation_s: float) -> str:
+    """Formats a duration and its deviation in one unit: '62 min, deviation 8.1 min'."""
+    return ", deviation ".join(" ".join(_in_unit(value_s, time_s)) for value_s in (time_s, deviation_s))
+
+
+def _in_unit(value_s: float, largest_s: float) -> tuple[str, str]:
+    """Returns a duration in the unit for the largest of several, and that unit."""
+    size_s, name = next((size_s, name) for least_s, size_s, name in _LONG if largest_s >= least_s)
+    value = value_s / size_s
+    return f"{value:.0f}" if value >= 9.95 else f"{value:.2g}", name

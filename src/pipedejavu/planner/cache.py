@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from pipedejavu.facts import InputError, Record
+from pipedejavu.facts import InputError, Record, remove
 
 R = TypeVar("R", bound=Record)
 
@@ -47,6 +47,22 @@ def find_or_make(form: type[R], key: Mapping[str, object], make: Callable[[], R]
         record = make()
         keep(record, key)
     return record
+
+
+def newest(form: type[R], most: int) -> list[R]:
+    """Returns up to `most` records of a kind, of any age, the oldest first; removes older ones from the cache."""
+    dated = []
+    for path in store_folder().glob(f"{form.__name__.lower()}-*.json"):
+        with suppress(OSError):
+            dated.append((path.stat().st_mtime, path))
+    dated.sort()
+    records = []
+    for _, path in dated[-most:]:
+        with suppress(OSError, InputError):
+            records.append(form.load(path))
+    for _, path in dated[:-most]:
+        remove(path)
+    return records
 
 
 def _path(form: type[Record], key: Mapping[str, object]) -> Path:

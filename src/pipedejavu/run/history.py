@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from pipedejavu.facts import InputError, Timeline, format_bytes, format_seconds
 from pipedejavu.plan import Plan
+from pipedejavu.run.job_record import JobRecord
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.run_lock import is_locked
@@ -168,11 +170,23 @@ class History:
     @property
     def step_s(self) -> float | None:
         """Mean seconds per update after the first; None with fewer than two."""
-        if len(self.timed) < 2:
+        return self.step_s_after(0)
+
+    def step_s_after(self, done: int) -> float | None:
+        """Returns the mean seconds per update after update `done` and the one that follows, which is warm-up."""
+        timed = [step for step in self.timed if step.step > done]
+        if len(timed) < 2:
             return None
-        first, last = self.timed[0], self.timed[-1]
+        first, last = timed[0], timed[-1]
         time_s = last.elapsed_s - first.elapsed_s - self.paused_s(first.step, last.step)
-        return time_s / (len(self.timed) - 1)
+        return time_s / (len(timed) - 1)
+
+    @property
+    def job(self) -> JobRecord | None:
+        """The forecast of the whole run, or of its last part; None if its file is missing or not readable."""
+        with suppress(InputError):
+            return JobRecord.load(self.folder.forecast) if self.folder.forecast.exists() else None
+        return None
 
     @property
     def predicted(self) -> Timeline | None:

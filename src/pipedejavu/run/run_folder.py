@@ -77,6 +77,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.predicted = self.path / "predicted.json"
         self.measured = self.path / "measured.json"
+        self.forecast = self.path / "forecast.json"
         self.report = self.path / "report.html"
         self.parts = self.path / "parts"
         self.switch = self.parts / "switch.json"
