@@ -26,8 +26,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 SMALL = ("zoo:mlp", "--data", "random:64", "--samples", "3", "--steps", "3", "--optimizer", "sgd", "--lr", "0.01")
 TRAIN = ("-m", "pipedejavu", "train", *SMALL)
 LEFT = {
-    "checkpoints", "forecast.json", "lock", "machine.json", "measured.json", "metrics.jsonl", "model.safetensors", "options.json",
-    "plan.json", "predicted.json", "profile.json", "report.html", "run.toml", "seal.json",
+    "checkpoints", "forecast.json", "lock", "machine.json", "measured.json", "metrics.jsonl", "model.safetensors",
+    "options.json", "plan.json", "predicted.json", "profile.json", "report.html", "run.toml", "seal.json",
 }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from pipedejavu.planner import job_history
 from pipedejavu.planner.cache import store_folder
-from pipedejavu.planner.job_history import ended_jobs, keep_job, past_jobs
+from pipedejavu.planner.job_history import ended_jobs, forecast_like, keep_job, past_jobs
 from pipedejavu.run import JobRecord
 from pipedejavu.simulate import JobChance, PastJob
 
@@ -23,8 +23,9 @@ def record(steps: int = 10, devices: str = "cpu", **changes: float | None) -> Jo
     chance = JobChance(time_s=20.0, low_s=15.0, high_s=30.0, deviation_s=5.0)
     fields = {"measured_step_s": 1.5, "measured_s": 20.0, **changes}
     return JobRecord(
-        model="mlp", plan="ddp", batch=8, devices=devices, steps=steps, step_s=1.0, scale=0.2, chance=chance, **fields
-    )
+        model="mlp", plan="ddp", batch=8, devices=devices, steps=steps, step_s=1.0, scale=0.2, chance=chance,
+        **fields,
+    )  # fmt: skip
 
 
 def keep_in_order(*records: JobRecord) -> None:
@@ -57,3 +58,13 @@ def test_the_newest_count_and_the_oldest_are_removed(monkeypatch: pytest.MonkeyP
     assert [job.steps for job in ended_jobs()] == [4, 5]
     assert len(past_jobs("cpu")) == 2
     assert len(list(store_folder().iterdir())) == 3
+
+
+def test_a_job_that_has_run_is_forecast_from_what_it_took() -> None:
+    past = [record(), record(), record()]
+    again = forecast_like(record().key, 100, past)
+    assert again is not None
+    assert (again.steps, again.measured_s, again.chance.num_runs) == (100, None, 3)
+    assert 1.35 < again.deviation < 1.5
+    assert 135 < again.chance.time_s < 160
+    assert forecast_like(record().key._replace(batch=9), 100, past) is None

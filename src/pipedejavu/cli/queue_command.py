@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from pipedejavu.cli.installed import require_torch
+from pipedejavu.cli.queue_forecast import QueueForecast
 from pipedejavu.cli.run_file import read_run_file
 from pipedejavu.cli.terminal import print_json, terminal
 from pipedejavu.cli.train_command import read_options
 from pipedejavu.cli.train_request import TrainRequest
-from pipedejavu.cluster import ClusterJob, RateRow, ScheduleOptions, check_queue
+from pipedejavu.cluster import ClusterJob, ScheduleOptions, check_queue
 from pipedejavu.facts import FaultsError, InputError, format_seconds, write_file
 from pipedejavu.facts.printable import tell
 
@@ -43,13 +44,14 @@ def run_queue(jobs: Sequence[ClusterJob], options: ScheduleOptions, out: str, ht
 
     for job in jobs:
         check_job(job)
-    rated = tuple(_with_rates(job) for job in jobs)
+    forecast = QueueForecast()
+    rated = forecast.with_rates(jobs)
     devices, folder = local_devices(), Path(out)
     server = as_server(devices)
     check_queue(rated, server, options)
     with lock_queue(folder):
         processes = JobProcesses(folder, devices)
-        state = QueueState.read(folder, rated, processes.now_at())
+        state = QueueState.read(folder, jobs) or QueueState.of(rated, processes.now_at(), forecast.chances(jobs))
         state.write(folder)
         runner = QueueRunner(state, server, options, processes, lambda changed: changed.write(folder), tell)
         with processes.obeying():
@@ -114,14 +116,6 @@ def _fault(job: ClusterJob) -> str:
     return ""
 
 
-def _with_rates(job: ClusterJob) -> ClusterJob:
-    """Returns a job with a rate for each number of devices; without rates of its own, one update per second each."""
-    if job.rates:
-        return job
-    counts = [gpu_milli // 1000 for gpu_milli in job.counts()]
-    return job.replace(rates=tuple(RateRow(gpus=n, cores=0, steps_per_s=n) for n in counts))
-
-
 def _form(entry: "JobEntry", now_s: float, folder: Path) -> dict[str, object]:
     return {
         "name": entry.job.name,
@@ -131,6 +125,7 @@ def _form(entry: "JobEntry", now_s: float, folder: Path) -> dict[str, object]:
         "ran_s": round(entry.ran_s(now_s), 3),
         "num_preemptions": entry.num_preemptions,
         "num_retries": entry.num_retries,
+        "forecast": entry.forecast and entry.forecast.model_dump(),
         "reason": entry.reason,
         "run_dir": str(folder / entry.job.name),
         "spans": [[span.start_s, span.end_s, list(span.devices)] for span in entry.spans],
@@ -141,13 +136,14 @@ def _print(state: "QueueState") -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("job")
     table.add_column("state")
-    for head in ("waited", "ran", "preemptions"):
+    for head in ("waited", "ran", "forecast", "preemptions"):
         table.add_column(head, justify="right", no_wrap=True)
     for entry in state.entries:
         waited, ran = entry.waited_s(state.now_s), entry.ran_s(state.now_s)
         table.add_row(
-            entry.job.name, entry.state, format_seconds(waited), format_seconds(ran), f"{entry.num_preemptions}"
-        )
+            entry.job.name, entry.state, format_seconds(waited), format_seconds(ran),
+            entry.forecast.interval if entry.forecast else "–", f"{entry.num_preemptions}",
+        )  # fmt: skip
     terminal().print(table)
 
 

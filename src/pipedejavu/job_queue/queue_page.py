@@ -57,9 +57,10 @@ def _table(state: QueueState) -> str:
             Cell(entry.state),
             Cell(format_seconds(entry.waited_s(state.now_s))),
             Cell(format_seconds(entry.ran_s(state.now_s))),
+            Cell(entry.forecast.interval if entry.forecast else "–"),
             Cell(f"{entry.num_preemptions}"),
             Cell(entry.reason or "–"),
         ]
         for entry in state.entries
     ]
-    return render_table(("Job", "State", "Waited", "Ran", "Preemptions", "Reason"), rows, "jobs")
+    return render_table(("Job", "State", "Waited", "Ran", "Forecast", "Preemptions", "Reason"), rows, "jobs")

@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, Self
@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from pipedejavu.cluster import ClusterJob
 from pipedejavu.facts import InputError, Record
 from pipedejavu.facts.quantity import Seconds
+from pipedejavu.simulate import JobChance
 
 STATE = "queue.json"
 _LOCK = "queue.lock"
@@ -44,6 +45,8 @@ class JobEntry(Record):
     """When it was asked to stop."""
     steps: int = 0
     """Updates that it has made."""
+    forecast: JobChance | None = None
+    """How long it takes without interruption, with the devices it asks for; None if it has not run here before."""
     spans: tuple[HeldSpan, ...] = ()
     num_preemptions: int = 0
     num_retries: int = 0
@@ -95,18 +98,28 @@ class QueueState(Record):
         self.save(folder / STATE)
 
     @classmethod
-    def read(cls, folder: Path, jobs: tuple[ClusterJob, ...], now_at: float) -> "QueueState":
-        """Returns the queue in a folder, or a new one; raises InputError if the folder's queue has other jobs."""
+    def of(cls, jobs: Iterable[ClusterJob], now_at: float, forecasts: Mapping[str, JobChance]) -> "QueueState":
+        """Returns a new queue."""
+        entries = tuple(JobEntry(job=job, forecast=forecasts.get(job.name)) for job in jobs)
+        return cls(began_at=now_at, entries=entries)
+
+    @classmethod
+    def read(cls, folder: Path, jobs: Sequence[ClusterJob]) -> "QueueState | None":
+        """Returns the queue in a folder, None without one; raises InputError if it has other jobs.
+
+        Rates that a job did not give itself follow from earlier runs, and do not make it another one.
+        """
         if not (folder / STATE).exists():
-            return cls(began_at=now_at, entries=tuple(JobEntry(job=job) for job in jobs))
+            return None
         state = cls.load(folder / STATE)
-        known = {entry.job.name: entry.job for entry in state.entries}
         named = {job.name: job for job in jobs}
+        known = {entry.job.name: entry.job for entry in state.entries}
+        known |= {n: known[n].replace(rates=()) for n, job in named.items() if n in known and not job.rates}
         others = [name for name in {**known, **named} if known.get(name) != named.get(name)]
         if others:
             raise InputError(
-                f"the queue in {folder} has {len(known)} jobs, and job '{others[0]}' is not the same there; put the"
-                " file back as it was, or choose another --out"
+                f"the queue in {folder} has {len(state.entries)} jobs, and job '{others[0]}' is not the same there; put"
+                " the file back as it was, or choose another --out"
             )
         return state
 

@@ -1,10 +1,12 @@
 """A job's forecast in its run folder, with what the job took once it has ended: what later forecasts learn from."""
 
 from collections.abc import Sequence
+from math import exp
 
 from pipedejavu.facts import Record
 from pipedejavu.facts.quantity import Seconds, format_long
 from pipedejavu.simulate import JobChance, JobKey, PastJob, Prediction, devices_of, job_chance, key_of, scale_of
+from pipedejavu.simulate.job_chance import deviation_of
 
 
 class JobRecord(Record):
@@ -25,6 +27,8 @@ class JobRecord(Record):
     """Forecast of an update."""
     scale: float
     """The spread of its logarithm, before anything was learned."""
+    deviation: float = 1.0
+    """The factor by which an update is expected to take longer than forecast."""
     chance: JobChance
     measured_step_s: Seconds | None = None
     """None if it has not ended, or has made too few updates."""
@@ -52,10 +56,14 @@ class JobRecord(Record):
 
 def forecast_job(model: str, prediction: Prediction, steps: int, past: Sequence[PastJob]) -> JobRecord:
     """Returns the forecast of a job of so many updates from that of one, and from earlier jobs on its devices."""
-    program = prediction.program
-    key, step_s = key_of(model, program), prediction.chance.mean_s / program.plan.steps
-    scale = scale_of(prediction.chance)
+    program, chance = prediction.program, prediction.chance
+    step_s, devices = chance.mean_s / program.plan.steps, devices_of(program)
+    return record_of(key_of(model, program), devices, step_s, scale_of(chance), steps, past)
+
+
+def record_of(key: JobKey, devices: str, step_s: float, scale: float, steps: int, past: Sequence[PastJob]) -> JobRecord:
+    """Returns the record of a job that has not ended."""
     return JobRecord(
-        model=key.model, plan=key.plan, batch=key.batch, devices=devices_of(program), steps=steps, step_s=step_s,
-        scale=scale, chance=job_chance(key, step_s, scale, steps, past),
+        model=key.model, plan=key.plan, batch=key.batch, devices=devices, steps=steps, step_s=step_s, scale=scale,
+        chance=job_chance(key, step_s, scale, steps, past), deviation=exp(deviation_of(key, scale, past).centre),
     )  # fmt: skip
