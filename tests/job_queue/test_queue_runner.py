@@ -42,7 +42,7 @@ def run_queue(
     while True:
         state = QueueState.from_json(stored[0])
         about = server(gpus=world.num_devices, cores=world.num_devices)
-        runner = QueueRunner(state, about, chosen, FakeProcesses(world), store, lambda _: None, retries)
+        runner = QueueRunner(state, [about], chosen, FakeProcesses(world), store, lambda _: None, retries)
         try:
             runner.run()
         except CrashError:
@@ -116,11 +116,11 @@ def test_a_stop_signal_stops_the_jobs_and_keeps_the_queue() -> None:
         stored.append(state)
         processes.stop_number = 15 if state.entries[0].pid else processes.stop_number
 
-    runner = QueueRunner(first, server(), options, processes, stop_at_once, lambda _: None)
+    runner = QueueRunner(first, [server()], options, processes, stop_at_once, lambda _: None)
     runner.run()
     assert [entry.state for entry in runner.state.entries] == ["waiting", "waiting"]
     assert not world.alive
-    again = QueueRunner(stored[-1], server(), options, FakeProcesses(world), stored.append, lambda _: None)
+    again = QueueRunner(stored[-1], [server()], options, FakeProcesses(world), stored.append, lambda _: None)
     again.run()
     assert [entry.state for entry in again.state.entries] == ["ended", "ended"]
 

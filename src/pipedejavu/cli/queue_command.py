@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +14,12 @@ from pipedejavu.cli.run_file import read_run_file
 from pipedejavu.cli.terminal import print_json, terminal
 from pipedejavu.cli.train_command import read_options
 from pipedejavu.cli.train_request import TrainRequest
-from pipedejavu.cluster import ClusterJob, ScheduleOptions, check_queue
+from pipedejavu.cluster import ClusterJob, ScheduleOptions, Server, check_queue
 from pipedejavu.facts import FaultsError, InputError, format_seconds, write_file
 from pipedejavu.facts.printable import tell
 
 if TYPE_CHECKING:
-    from pipedejavu.job_queue import JobEntry, QueueState
+    from pipedejavu.job_queue import JobEntry, JobProcesses, QueueState
 
 _NAME = re.compile(r"[\w-][\w.-]*")
 _SET_BY_QUEUE = (
@@ -29,41 +29,56 @@ _SET_BY_QUEUE = (
 """Options of `train` that follow from a job's other fields, or that a preempted run cannot have."""
 
 
-def run_queue(jobs: Sequence[ClusterJob], options: ScheduleOptions, out: str, html: str | None, as_json: bool) -> None:
-    """Runs a queue, or goes on with it; exits 1 if a job has failed, and with the signal's code if one stopped it."""
+def run_queue(
+    jobs: Sequence[ClusterJob], options: ScheduleOptions, out: str, html: str | None, as_json: bool, ray: str | None
+) -> None:
+    """Runs a queue, or goes on with it; exits 1 if a job has failed, and with the signal's code if one stopped it.
+
+    With the address of a Ray cluster it runs on that cluster's nodes.
+    """
     require_torch("running jobs")
-    from pipedejavu.job_queue import (
-        JobProcesses,
-        QueueRunner,
-        QueueState,
-        as_server,
-        local_devices,
-        lock_queue,
-        render_queue,
-    )
+    from pipedejavu.job_queue import QueueRunner, QueueState, RayLostError, lock_queue, render_queue
 
     for job in jobs:
         check_job(job)
     forecast = QueueForecast()
     rated = forecast.with_rates(jobs)
-    devices, folder = local_devices(), Path(out)
-    server = as_server(devices)
-    check_queue(rated, server, options)
+    folder = Path(out)
+    servers, make = _ray_nodes(ray) if ray is not None else _this_host()
+    check_queue(rated, servers, options)
     with lock_queue(folder):
-        processes = JobProcesses(folder, devices)
+        processes = make(folder)
         state = QueueState.read(folder, jobs) or QueueState.of(rated, processes.now_at(), forecast.chances(jobs))
         state.write(folder)
-        runner = QueueRunner(state, server, options, processes, lambda changed: changed.write(folder), tell)
+        runner = QueueRunner(state, servers, options, processes, lambda changed: changed.write(folder), tell)
         with processes.obeying():
-            runner.run()
+            try:
+                runner.run()
+            except RayLostError as error:
+                tell(f"{error}; start it again and repeat the command with --out {folder}, which has the queue's state")
+                raise SystemExit(1) from None
     if html:
-        write_file(html, render_queue(runner.state, server, options, folder))
+        write_file(html, render_queue(runner.state, servers, options, folder))
     if as_json:
         forms = [_form(entry, runner.state.now_s, folder) for entry in runner.state.entries]
         print_json({"jobs": forms, "files": [html] if html else []})
     else:
         _print(runner.state)
     _end(runner.state, processes.stop_number, folder)
+
+
+def _this_host() -> "tuple[list[Server], Callable[[Path], JobProcesses]]":
+    from pipedejavu.job_queue import JobProcesses, as_server, local_devices
+
+    devices = local_devices()
+    return [as_server(devices)], lambda folder: JobProcesses(folder, devices)
+
+
+def _ray_nodes(address: str) -> "tuple[list[Server], Callable[[Path], JobProcesses]]":
+    from pipedejavu.job_queue import RayProcesses, connect
+
+    nodes = connect(address)
+    return [node.as_server() for node in nodes], lambda folder: RayProcesses(folder, nodes, tell)
 
 
 def check_job(job: ClusterJob) -> None:
@@ -153,5 +168,5 @@ def _end(state: "QueueState", stop_number: int, folder: Path) -> None:
     if stop_number and left:
         tell(f"stopped with {left} jobs to go on, from their checkpoints; repeat the command with --out {folder}")
         raise SystemExit(128 + stop_number)
-    if any(entry.state == "failed" for entry in state.entries):
+    if any(entry.state != "ended" for entry in state.entries):
         raise SystemExit(1)

@@ -59,6 +59,9 @@ class ScheduleRequest:
     ] = None
     is_run: Annotated[bool, typer.Option("--run", help="Train the jobs on this host's devices.")] = False
     out: Annotated[str, typer.Option(help="Folder of a queue that is run; it goes on with the one there.")] = "queue"
+    ray: Annotated[
+        str | None, typer.Option(help="With --run: train on the nodes of the Ray cluster at this address, or 'auto'.")
+    ] = None
     rates: Annotated[
         str | None, typer.Option(help="A CSV of updates per second by model and resources, in place of plans.")
     ] = None
@@ -95,10 +98,12 @@ def run(request: ScheduleRequest) -> None:
     options = [_options(request, name) for name in names]
     if "out" in request.explicit and not request.is_run:
         raise InputError("--out is the folder of a queue that is run; add --run, or write the page with --html")
+    if request.ray is not None and not request.is_run:
+        raise InputError("--ray says on which nodes a queue is run; add --run")
     jobs = read_jobs(request.jobs)
     if request.is_run:
         check_run(request)
-        run_queue(jobs, options[0], request.out, request.html, request.as_json)
+        run_queue(jobs, options[0], request.out, request.html, request.as_json, request.ray)
         return
     with show_progress() as progress:
         servers, machine = _read_cluster(request)

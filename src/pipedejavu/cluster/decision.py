@@ -4,7 +4,9 @@ The policies, the placement and the rounds of the simulator decide. A decision d
 alone; it knows no clock and no processes.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from pipedejavu.cluster.cluster_job import MILLI, ClusterJob
@@ -29,7 +31,7 @@ class QueuedJob(NamedTuple):
     received_s: Mapping[str, float] = {}
     """Seconds that it has run, by kind."""
     devices: tuple[int, ...] = ()
-    """Devices of the one server that it holds; empty if it does not run."""
+    """Devices that it holds, all of one server; empty if it does not run."""
 
 
 class QueueDecision(NamedTuple):
@@ -43,36 +45,55 @@ class QueueDecision(NamedTuple):
 
 
 def decide(
-    jobs: Sequence[QueuedJob], server: Server, options: ScheduleOptions, *, is_round: bool = False
+    jobs: Sequence[QueuedJob],
+    servers: Sequence[Server],
+    options: ScheduleOptions,
+    *,
+    is_round: bool = False,
+    lost: Collection[int] = (),
 ) -> QueueDecision:
-    """Returns what to change on one server now; running jobs are preempted and resized at rounds only."""
-    state = ClusterState([queued.job for queued in jobs], [server], options)
+    """Returns what to change now; running jobs are preempted and resized at rounds only.
+
+    Devices are numbered through all servers. Those that are `lost` get no jobs, and no job has devices of two.
+    """
+    state = ClusterState([queued.job for queued in jobs], servers, options)
+    for number in lost:
+        state.pool.is_on[number] = False
+    starts = [0, *accumulate(server.gpus for server in servers)]
     for run, queued in zip(state.runs, jobs, strict=True):
         run.left_steps = max(queued.left_steps, 1e-9)
         run.attained_s, run.received_s = queued.attained_s, dict(queued.received_s)
         if queued.devices:
-            share = state.shares(run, server.kind, MILLI * len(queued.devices))[-1]
-            part = ServerPart(0, queued.devices, MILLI, share.cores_milli, share.memory_bytes)
-            state.start(run, share, [part])
+            server = bisect_right(starts, queued.devices[0]) - 1
+            share = state.shares(run, servers[server].kind, MILLI * len(queued.devices))[-1]
+            slots = tuple(device - starts[server] for device in queued.devices)
+            state.start(run, share, [ServerPart(server, slots, MILLI, share.cores_milli, share.memory_bytes)])
             run.ready_s = 0.0
         elif queued.is_ready:
             state.waiting[run.index] = None
     if is_round:
         run_round(state)
     place_waiting(state)
-    after = [tuple(slot for part in run.parts for slot in part.slots) for run in state.runs]
+    after = [tuple(starts[part.server] + slot for part in run.parts for slot in part.slots) for run in state.runs]
     moved = [n for n, queued in enumerate(jobs) if after[n] != queued.devices]
     return QueueDecision(
         tuple(n for n in moved if jobs[n].devices), {n: after[n] for n in moved if after[n]}, may_change(state)
     )
 
 
-def check_queue(jobs: Sequence[ClusterJob], server: Server, options: ScheduleOptions) -> None:
-    """Raises InputError for a job that could not run on a server that is free."""
+def check_queue(jobs: Sequence[ClusterJob], servers: Sequence[Server], options: ScheduleOptions) -> None:
+    """Raises InputError for a job that could not run on servers that are free."""
+    most = max(server.gpus for server in servers)
     for job in jobs:
-        waiting = QueuedJob(job, job.work, is_ready=True)
-        if not decide([waiting], server, options).starts:
+        fits = job.gpus <= most and decide([QueuedJob(job, job.work, is_ready=True)], servers, options).starts
+        if not fits:
+            has = "this host does not have them for it: it has" if len(servers) == 1 else "the most on one node are"
             raise InputError(
-                f"job '{job.name}' asks for {job.gpus:g} devices, and this host does not have them for it: it has"
-                f" {server.gpus} of kind '{server.kind}'; make the job smaller"
+                f"job '{job.name}' asks for {job.gpus:g} devices, and {has} {most} of kind '{servers[0].kind}'; make"
+                " the job smaller"
+            )
+        if len(servers) > 1 and (job.most_gpus or 0) > most:
+            raise InputError(
+                f"job '{job.name}' uses up to {job.most_gpus} devices, and the most of one node are {most}, which a job"
+                " does not leave; make most_gpus smaller"
             )

@@ -1,4 +1,4 @@
-"""Jobs on this host: a queue that runs as `train` processes, with its state on disk.
+"""Jobs on this host or on Ray's nodes: a queue that runs as `train` processes, with its state on disk.
 
 The policies of `cluster` decide. It does not know how a model is planned or trained.
 """
@@ -8,6 +8,7 @@ from pipedejavu.job_queue.local_devices import LocalDevice, as_server, local_dev
 from pipedejavu.job_queue.queue_page import render_queue
 from pipedejavu.job_queue.queue_runner import QueueRunner
 from pipedejavu.job_queue.queue_state import JobEntry, QueueState, lock_queue
+from pipedejavu.job_queue.ray_process import RayLostError, RayProcesses, connect
 
 __all__ = [
     "JobEntry",
@@ -15,8 +16,11 @@ __all__ = [
     "LocalDevice",
     "QueueRunner",
     "QueueState",
+    "RayLostError",
+    "RayProcesses",
     "as_server",
     "config_of",
+    "connect",
     "local_devices",
     "lock_queue",
     "render_queue",

@@ -56,14 +56,26 @@ class JobProcesses:
         """Returns the file with a job's output."""
         return self.folder / f"{name}.{_LOG}"
 
-    def start(self, job: ClusterJob, devices: Sequence[int]) -> int:
-        """Starts or continues a job on some devices; returns the process."""
-        held = [self.devices[number] for number in devices]
-        gpus = ",".join(device.gpu for device in held if device.gpu is not None)
+    def command(self, job: ClusterJob, workers: int) -> list[str]:
+        """Returns what Python runs to start or continue a job, and writes the job's configuration."""
         config, run_dir = self.folder / f"{job.name}.toml", self.run_folder(job.name)
         write_file(config, config_of(job))
-        command = [sys.executable, "-m", "pipedejavu", "train", "--config", str(config), *sizes_of(job, len(held))]
-        command += ["--run-dir", str(run_dir), "--resume"]
+        words = ["-m", "pipedejavu", "train", "--config", str(config), *sizes_of(job, workers)]
+        return [*words, "--run-dir", str(run_dir), "--resume"]
+
+    def lost(self) -> frozenset[int]:
+        """Returns the numbers of servers that are gone."""
+        return frozenset()
+
+    def devices_of(self, _: str) -> tuple[int, ...]:
+        """Returns the devices of a process that was adopted, if it can tell."""
+        return ()
+
+    def start(self, job: ClusterJob, devices: Sequence[int]) -> int | None:
+        """Starts or continues a job on some devices; returns the process, if that is known at once."""
+        held = [self.devices[number] for number in devices]
+        gpus = ",".join(device.gpu for device in held if device.gpu is not None)
+        command = [sys.executable, *self.command(job, len(held))]
         before = os.sched_getaffinity(0)
         with self.log_of(job.name).open("ab") as log:
             os.sched_setaffinity(0, {core for device in held for core in device.cores})  # the child inherits it

@@ -13,17 +13,17 @@ from pipedejavu.report import Headline, render_chart, render_figures, render_sec
 from pipedejavu.report.table import Cell, render_table
 
 
-def render_queue(state: QueueState, server: Server, options: ScheduleOptions, folder: Path) -> str:
+def render_queue(state: QueueState, servers: Sequence[Server], options: ScheduleOptions, folder: Path) -> str:
     """Returns one self-contained HTML page."""
     runs = tuple(JobRun(number, entry.job) for number, entry in enumerate(state.entries))
     most = max((device + 1 for entry in state.entries for span in entry.spans for device in span.devices), default=1)
-    shown = server._replace(gpus=max(server.gpus, most))
+    shown = servers[0]._replace(gpus=max(sum(server.gpus for server in servers), most))
     spans = tuple(span for number, entry in enumerate(state.entries) for span in _spans(number, entry))
     course = ClusterCourse(options, (shown,), runs, spans, (), (), len(spans))
     below = render_section("jobs", "Jobs", _table(state))
     title = f"{len(runs)} jobs of {folder.name}, {options.policy}"
     data = gantt_data(course)
-    if server.kind == "cpu":  # cores take the place of GPUs
+    if shown.kind == "cpu":  # cores take the place of GPUs
         for lane in (lane for row in data["workers"] for lane in row["lanes"]):
             lane["name"] = lane["name"].replace("gpu", "core")
     return render_chart(data, title, render_figures(_leads(state)), (), below=below)

@@ -23,17 +23,18 @@ _KILLED = {128 + n for n in (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signa
 
 
 class QueueRunner:
-    """A queue on this host; `keep` stores its state and `tell` informs the user."""
+    """A queue on this host, or on several; `keep` stores its state and `tell` informs the user."""
 
     def __init__(
-        self, state: QueueState, server: Server, options: ScheduleOptions, processes: JobProcesses,
+        self, state: QueueState, servers: Sequence[Server], options: ScheduleOptions, processes: JobProcesses,
         keep: Callable[[QueueState], None], tell: Callable[[str], None], retries: int = 1,
     ):  # fmt: skip
-        self.state, self.server, self.options, self.processes = state, server, options, processes
+        self.state, self.servers, self.options, self.processes = state, servers, options, processes
         self.keep, self.tell, self.retries = keep, tell, retries
         self._now_s = state.now_s
         self._round_s: float | None = None
         self._may_change = True
+        self._num_devices = sum(server.gpus for server in servers)
 
     def run(self) -> None:
         """Returns when all jobs are over, or have stopped because a signal came."""
@@ -51,7 +52,11 @@ class QueueRunner:
                 self._start_planned()
             if self._is_over():
                 return
-            self.processes.wait(self._next_s())
+            next_s = self._next_s()
+            if next_s is None and not any(entry.holds_devices for entry in self.state.entries):
+                self.tell("the jobs that are left fit on no node that is left; repeat the command when nodes are back")
+                return
+            self.processes.wait(next_s)
 
     def _is_over(self) -> bool:
         entries = self.state.entries
@@ -79,7 +84,7 @@ class QueueRunner:
         """Finds the processes of an earlier scheduler; jobs whose process has ended wait again."""
         self._read_clock()
         for number, entry in enumerate(self.state.entries):
-            if entry.planned and max(entry.planned) >= self.server.gpus:  # the host has fewer devices than it had
+            if entry.planned and max(entry.planned) >= self._num_devices:  # there are fewer devices than before
                 self._change(number, planned=())
             if not entry.holds_devices:
                 continue
@@ -87,8 +92,9 @@ class QueueRunner:
             if pid is None:
                 self._release(number, "waiting")
                 continue
-            self._change(number, pid=pid)
-            if entry.state == "stopping" or max(entry.devices) >= self.server.gpus:
+            devices = self.processes.devices_of(entry.job.name) or entry.devices
+            self._change(number, pid=pid, devices=devices)
+            if entry.state == "stopping" or max(entry.devices) >= self._num_devices:
                 self._stop([number])
             self.tell(f"job '{entry.job.name}' still runs as process {pid}")
 
@@ -168,7 +174,7 @@ class QueueRunner:
         self._store({n: {"steps": made} for n, made in steps.items() if made != self.state.entries[n].steps})
         is_round = self._round_s is not None and self._now_s >= self._round_s
         queue = [self._queued(self.state.entries[number]) for number in numbers]
-        decision = decide(queue, self.server, self.options, is_round=is_round)
+        decision = decide(queue, self.servers, self.options, is_round=is_round, lost=self.processes.lost())
         planned = {numbers[position]: devices for position, devices in decision.starts.items()}
         self._stop([numbers[position] for position in decision.stops], planned)
         self._may_change = decision.may_change
@@ -181,7 +187,7 @@ class QueueRunner:
         left = max(entry.job.work - entry.steps, 0.0)
         held_s = sum((span.end_s - span.start_s) * len(span.devices) for span in entry.spans)
         held_s += (self._now_s - entry.since_s) * len(entry.devices)
-        received_s = {self.server.kind: entry.ran_s(self._now_s)}
+        received_s = {self.servers[0].kind: entry.ran_s(self._now_s)}
         return QueuedJob(entry.job, left, has_arrived, held_s, received_s, entry.devices)
 
     def _start_planned(self) -> None:
