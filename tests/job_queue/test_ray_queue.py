@@ -1,6 +1,7 @@
 """Queues on a local Ray cluster of two nodes with one CPU each: nodes, schedulers and Ray itself are lost."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from pipedejavu.job_queue import QueueState
+from pipedejavu.run import RunFolder
+from pipedejavu.run.metrics_file import read_metrics, step_of
 from tests.job_queue.test_queue_real import assert_same_bits, finish, write_jobs
 
 ray = pytest.importorskip("ray")
@@ -36,10 +39,11 @@ def start(jobs: Path, address: str, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for_update(folder: Path) -> None:
+def wait_for_update(folder: Path, done: int = 0) -> None:
+    """Waits until a job has made more updates."""
     until_s = time.monotonic() + 120
     while time.monotonic() < until_s:
-        if (folder / "metrics.jsonl").exists() and '"loss"' in (folder / "metrics.jsonl").read_text():
+        if max(map(step_of, read_metrics(folder / "metrics.jsonl")), default=0) > done:
             return
         time.sleep(0.1)
     raise AssertionError(f"no update in {folder} in two minutes")
@@ -76,6 +80,15 @@ def test_the_queue_outlives_ray(tmp_path: Path, cluster: Any) -> None:
     jobs = write_jobs(tmp_path, [{"name": "a", "seed": 3, "steps": 400}])
     process = start(jobs, cluster.address)
     wait_for_update(tmp_path / "q" / "a")
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=100)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "stopped with 1 jobs to go on, from their checkpoints" in stderr
+    entry = QueueState.load(tmp_path / "q" / "queue.json").entries[0]
+    assert entry.state == "waiting"
+    assert 0 < entry.steps == max(RunFolder(tmp_path / "q" / "a").checkpoint_dir.steps())
+    process = start(jobs, cluster.address)
+    wait_for_update(tmp_path / "q" / "a", entry.steps)
     cluster.shutdown()
     stdout, stderr = process.communicate(timeout=100)
     assert process.returncode == 1

@@ -162,7 +162,7 @@ class RayProcesses(JobProcesses):
         self._lost: set[str] = set()
         host, _, port = self._ray.get_runtime_context().gcs_address.rpartition(":")
         self._gcs = host, int(port)
-        self._looked_s = self._answered_s = time.monotonic()
+        self._looked_s = time.monotonic()
 
     def lost(self) -> frozenset[int]:
         """Returns the numbers of the nodes that are gone."""
@@ -170,7 +170,7 @@ class RayProcesses(JobProcesses):
 
     def start(self, job: ClusterJob, devices: Sequence[int]) -> int | None:
         """Starts or continues a job on devices of one node; Ray says later which process it is."""
-        self._look()
+        self._check()
         placed = [self._slots[number] for number in devices]
         node = next(node for node in self.nodes if node.node_id == placed[0][0])
         self._free(job.name)
@@ -223,10 +223,12 @@ class RayProcesses(JobProcesses):
             try:
                 self._ended[name] = self._ray.get(handle.end)
             except errors.ActorUnavailableError:  # it may answer again
+                self._check()
                 self._handles[name] = handle._replace(end=handle.actor.end.remote())
             except errors.RayError:
                 self._ended[name] = None, ""
         if name in self._ended and self._ended[name][0] is None:
+            self._check()
             node = next(node for node in self.nodes if node.node_id == self._on[name])
             self.tell(f"Ray has lost job '{name}' on node {node.name}; it goes on from its last checkpoint")
         return name in self._ended
@@ -245,6 +247,7 @@ class RayProcesses(JobProcesses):
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to a job's process."""
+        self._check()
         self._handles[name].actor.send.remote(int(number))
 
     def wait(self, timeout_s: float | None) -> None:
@@ -267,29 +270,36 @@ class RayProcesses(JobProcesses):
             yield
 
     def _look(self) -> None:
-        """Looks at Ray and its nodes now and then; raises RayLostError if Ray does not answer any more."""
+        """Looks at the nodes now and then."""
         if time.monotonic() - self._looked_s < _LOOK_S:
             return
+        self._check()
         self._looked_s = time.monotonic()
-        try:
-            socket.create_connection(self._gcs, timeout=_LOOK_S).close()
-        except OSError:
-            if time.monotonic() - self._answered_s < _PATIENCE_S:
-                return
-            address = ":".join(map(str, self._gcs))
-            raise RayLostError(f"Ray at {address} does not answer any more") from None
-        self._answered_s = time.monotonic()
         alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
         for node in self.nodes:
             if node.node_id not in alive | self._lost:
                 self.tell(f"node {node.name} ({node.node_id[:6]}) is lost, with {node.devices} devices")
         self._lost = {node.node_id for node in self.nodes} - alive
 
+    def _check(self) -> None:
+        """Raises RayLostError if Ray does not answer any more; its own calls would end this process after a minute."""
+        until_s = time.monotonic() + _PATIENCE_S
+        while True:
+            try:
+                socket.create_connection(self._gcs, timeout=_LOOK_S).close()
+                return
+            except OSError:
+                if time.monotonic() > until_s:
+                    address = ":".join(map(str, self._gcs))
+                    raise RayLostError(f"Ray at {address} does not answer any more") from None
+                time.sleep(_SLICE_S)
+
     def _name(self, job: str) -> str:
         return f"{self._prefix}/{job}"
 
     def _free(self, name: str) -> None:
         """Removes the actor and the placement groups of a job."""
+        self._check()
         with suppress(ValueError):
             self._ray.kill(self._ray.get_actor(self._name(name)))
         groups = import_module("ray.util.placement_group")
