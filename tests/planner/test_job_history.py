@@ -65,6 +65,6 @@ def test_a_job_that_has_run_is_forecast_from_what_it_took() -> None:
     again = forecast_like(record().key, 100, past)
     assert again is not None
     assert (again.steps, again.measured_s, again.chance.num_runs) == (100, None, 3)
-    assert 1.35 < again.deviation < 1.5
+    assert 1.35 < again.ratio < 1.5
     assert 135 < again.chance.time_s < 160
     assert forecast_like(record().key._replace(batch=9), 100, past) is None

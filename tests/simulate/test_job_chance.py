@@ -87,6 +87,6 @@ def test_eight_of_ten_intervals_hold(spread: float) -> None:
         own = 0.5 * spread * source.standard_t(4)
         ran = PastJob(key, exp(0.2 + bias[key] + own), 8.0 * exp(0.3 * source.standard_normal()))
         chance = job_chance(key, 1.0, 0.2, 60, past[-64:])
-        held += chance.low_s <= 60 * ran.deviation + ran.start_s <= chance.high_s
+        held += chance.low_s <= 60 * ran.ratio + ran.start_s <= chance.high_s
         past.append(ran)
     assert 0.7 * 150 <= held <= 0.9 * 150

@@ -41,7 +41,7 @@ class QueueForecast:
     def _rates(self, job: ClusterJob) -> dict[int, float]:
         """Returns updates per second by number of devices, for those with which a job has run here."""
         records = {count: self._forecast(job, count) for count in _counts(job)}
-        return {n: 1 / (r.step_s * r.deviation) for n, r in records.items() if r and r.step_s}
+        return {n: 1 / (r.step_s * r.ratio) for n, r in records.items() if r and r.step_s}
 
     def _forecast(self, job: ClusterJob, workers: int) -> "JobRecord | None":
         from pipedejavu.planner.job_history import forecast_like

@@ -160,13 +160,13 @@ def _train(
         stack.enter_context(lock_run(folder))
     plan = partial(plan_run, devices=request.device_choice, ranks=ranks, renews=request.renew, prepared=prepared)
     options, program, note = plan(options, chosen, machine, start=start, profile=profile, eager=eager)
-    outlook = JobOutlook(options, program, start.step if start else 0) if ranks.is_first else None
+    outlook = JobOutlook.on_first(options, program, start, ranks)
     if outlook and not request.as_json:
         _announce(options, note, outlook)
     if options.init_candidates > 1 and not (start and start.step):
         start = _choose_candidate(options, program, folder, ranks, start)
         options, program, _ = plan(options, program.plan, program.machine, start=start, profile=program.profile)
-        outlook = JobOutlook(options, program, start.step) if ranks.is_first else None
+        outlook = JobOutlook.on_first(options, program, start, ranks)
     if ranks.is_first and not resumed:
         write_run_file(request, Path(folder))
     if outlook:

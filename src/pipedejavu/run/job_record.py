@@ -6,7 +6,7 @@ from math import exp
 from pipedejavu.facts import Record
 from pipedejavu.facts.quantity import Seconds, format_long
 from pipedejavu.simulate import JobChance, JobKey, PastJob, Prediction, devices_of, job_chance, key_of, scale_of
-from pipedejavu.simulate.job_chance import deviation_of
+from pipedejavu.simulate.job_chance import ratio_of
 
 
 class JobRecord(Record):
@@ -27,7 +27,7 @@ class JobRecord(Record):
     """Forecast of an update."""
     scale: float
     """The spread of its logarithm, before anything was learned."""
-    deviation: float = 1.0
+    ratio: float = 1.0
     """The factor by which an update is expected to take longer than forecast."""
     chance: JobChance
     measured_step_s: Seconds | None = None
@@ -65,5 +65,5 @@ def record_of(key: JobKey, devices: str, step_s: float, scale: float, steps: int
     """Returns the record of a job that has not ended."""
     return JobRecord(
         model=key.model, plan=key.plan, batch=key.batch, devices=devices, steps=steps, step_s=step_s, scale=scale,
-        chance=job_chance(key, step_s, scale, steps, past), deviation=exp(deviation_of(key, scale, past).centre),
+        chance=job_chance(key, step_s, scale, steps, past), ratio=exp(ratio_of(key, scale, past).centre),
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""How long a whole job takes: the forecast of its updates, corrected by how earlier runs on these devices deviated.
+"""How long a whole job takes: the forecast of its updates, corrected by what earlier jobs on these devices took.
 
-    job = start and end + updates × forecast of an update × deviation
+    job = start and end + updates × forecast of an update × ratio
 
-The logarithms of the first and the last factor are predicted from those of earlier runs. Two runs are the more related
-the more they have in common: devices, model, plan, and all of these.
+The ratio is measured ÷ forecast time of an update. The logarithms of the time of start and end and of the ratio are
+predicted from those of earlier jobs. Two jobs are the more related the more they have in common: devices, model, plan,
+and all of these.
 """
 
 from collections.abc import Sequence
@@ -20,12 +21,12 @@ from pipedejavu.simulate.outlook import FORECAST_SPREAD
 from pipedejavu.simulate.student_t import StudentT, predict_next
 
 SAME_DEVICES, SAME_MODEL, SAME_PLAN, SAME_JOB = 0.3, 0.2, 0.2, 0.2
-"""Shares of the variance of a deviation that runs have in common; the rest is each run's own."""
+"""Shares of the variance that two jobs have in common; the rest is each job's own."""
 START_S, START_SCALE = 4.0, 0.8
 """Prior of the time that a job takes beside its updates, and the scale of its logarithm: processes start and import
 torch, the first update is slow, weights are written."""
 _LEAST = 1e-3
-"""Seconds, and deviations, below this count as this."""
+"""Ratios, and times relative to the prior, below this count as this."""
 _DRAWS = 20_000
 
 
@@ -46,7 +47,7 @@ class PastJob(NamedTuple):
     """A run that has ended."""
 
     key: JobKey
-    deviation: float
+    ratio: float
     """Measured ÷ forecast time of an update."""
     start_s: float
     """Time that it took beside its updates."""
@@ -65,7 +66,7 @@ class JobChance(Record):
     """Earlier runs that it learned from."""
 
     def __str__(self) -> str:
-        """Returns the mean, the deviation and the interval in words."""
+        """Returns the median, the deviation and the interval in words."""
         return f"{format_deviation(self.time_s, self.deviation_s)}; {self.interval} in 8 of 10 such jobs"
 
     @property
@@ -84,11 +85,11 @@ class JobChance(Record):
 def job_chance(key: JobKey, step_s: float, scale: float, num_steps: int, past: Sequence[PastJob]) -> JobChance:
     """Returns the time of a job of `num_steps` updates, each forecast to take `step_s`.
 
-    `scale` is the spread of the logarithm of the deviation before anything is learned; `past` are earlier runs on the
+    `scale` is the spread of the logarithm of the ratio before anything is learned; `past` are earlier jobs on the
     same devices.
     """
     source = np.random.default_rng(0)
-    updates_s = num_steps * step_s * np.exp(deviation_of(key, scale, past).draw(source, _DRAWS))
+    updates_s = num_steps * step_s * np.exp(ratio_of(key, scale, past).draw(source, _DRAWS))
     starts = _predict(key, [run.start_s / START_S for run in past], START_SCALE, past)
     times_s = START_S * np.exp(starts.draw(source, _DRAWS)) + updates_s
     low, less, median, more, high = np.quantile(times_s, (0.1, 0.16, 0.5, 0.84, 0.9)).tolist()
@@ -96,15 +97,15 @@ def job_chance(key: JobKey, step_s: float, scale: float, num_steps: int, past: S
 
 
 def scale_of(chance: Chance) -> float:
-    """Returns the spread of the logarithm of a program's deviation before anything is learned."""
+    """Returns the spread of the logarithm of a program's ratio before anything is learned."""
     if not chance.varies or not chance.low_s:
         return FORECAST_SPREAD
     return log(chance.high_s / chance.low_s) / (2 * NORMAL_90)
 
 
-def deviation_of(key: JobKey, scale: float, past: Sequence[PastJob]) -> StudentT:
-    """Returns the distribution of the logarithm of a job's deviation."""
-    return _predict(key, [run.deviation for run in past], scale, past)
+def ratio_of(key: JobKey, scale: float, past: Sequence[PastJob]) -> StudentT:
+    """Returns the distribution of the logarithm of a job's ratio."""
+    return _predict(key, [run.ratio for run in past], scale, past)
 
 
 def key_of(model: str, program: Program) -> JobKey:
