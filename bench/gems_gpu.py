@@ -3,8 +3,8 @@
     python bench/gems_gpu.py [--model gpt-1.3b] [--batch 8] [--microbatches 4] [--steps 10]
 
 Every row is a run of `pipedejavu train` in bf16; the workers of a row share the GPU and pass tensors by CUDA IPC. So
-the rows show what each design holds, and what its order costs where the GPU's time is shared; two GPUs would compute side
-by side. "sum" is what all workers of a row held at their peaks.
+the rows show what each design holds, and what its order costs where the GPU's time is shared; two GPUs would compute
+side by side. "sum" is what all workers of a row held at their peaks.
 """
 
 import argparse

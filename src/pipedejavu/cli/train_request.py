@@ -130,8 +130,8 @@ class TrainRequest:
     deterministic: Annotated[
         bool | None,
         typer.Option(
-            help="Use deterministic algorithms, so that a repeated or resumed run has the same bits; by default on CPUs. On"
-            " a GPU they make attention slower."
+            help="Use deterministic algorithms, so that a repeated or resumed run has the same bits; the default on CPUs."
+            " On a GPU they make attention slower."
         ),
     ] = None
     on_nan: Annotated[str, typer.Option(help="stop at, or skip, an update whose gradients are not finite.")] = "stop"
