@@ -130,7 +130,7 @@ class TrainRequest:
     deterministic: Annotated[
         bool | None,
         typer.Option(
-            help="Use deterministic algorithms, so that a repeated or resumed run has the same bits; the default on CPUs."
+            help="Use deterministic algorithms, so that a repeated or resumed run has the same bits; default on CPUs."
             " On a GPU they make attention slower."
         ),
     ] = None
