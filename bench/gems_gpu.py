@@ -47,12 +47,15 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--devices", default="shared-gpu")
+    parser.add_argument("--only", default="", help="words of which a row's title must have one, by comma")
     parser.add_argument("--timeout", type=int, default=90, help="seconds per row")
     asked = parser.parse_args()
     print(f"{asked.model}, {asked.batch} samples in {asked.microbatches} microbatches, {asked.steps} steps")
     print(f"  {'':32}{'samples/s':>10}{'ratio':>7}{'largest':>10}{'sum':>10}{'forecast':>11}{'step':>11}")
     first = 0.0
     for title, plan in designs(asked.microbatches, asked.batch).items():
+        if not any(word in title for word in asked.only.split(",")):
+            continue
         with tempfile.TemporaryDirectory() as name:
             try:
                 rate, peaks, summary = train(plan, Path(name), asked)
@@ -70,7 +73,7 @@ def train(plan: Plan, folder: Path, asked: argparse.Namespace) -> tuple[float, l
     (folder / "plan.json").write_text(plan.to_json())
     command = [sys.executable, "-m", "pipedejavu", "train", f"zoo:{asked.model}", "--plan", str(folder / "plan.json")]
     command += ["--devices", asked.devices, "--steps", str(asked.steps), "--run-dir", str(folder / "run"), "--json"]
-    command += ["--compile", "off", "--checkpoint-every", "0", "--measure-budget", "10"]
+    command += ["--compile", "off", "--checkpoint-every", "0", "--measure-budget", "5", "--no-check-model"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=asked.timeout)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"code {done.returncode}")
