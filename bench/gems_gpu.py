@@ -47,14 +47,14 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--devices", default="shared-gpu")
-    parser.add_argument("--only", default="", help="words of which a row's title must have one, by comma")
+    parser.add_argument("--only", nargs="*", default=[""], help="words of which a row's title must have one")
     parser.add_argument("--timeout", type=int, default=90, help="seconds per row")
     asked = parser.parse_args()
     print(f"{asked.model}, {asked.batch} samples in {asked.microbatches} microbatches, {asked.steps} steps")
     print(f"  {'':32}{'samples/s':>10}{'ratio':>7}{'largest':>10}{'sum':>10}{'forecast':>11}{'step':>11}")
     first = 0.0
     for title, plan in designs(asked.microbatches, asked.batch).items():
-        if not any(word in title for word in asked.only.split(",")):
+        if not any(word in title for word in asked.only):
             continue
         with tempfile.TemporaryDirectory() as name:
             try:
