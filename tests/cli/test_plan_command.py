@@ -171,7 +171,10 @@ def test_auto_trains_with_the_plan_that_it_found(tmp_path: Path) -> None:
     assert form["audit"]["largest_difference"] < 1e-3
     plan = Plan.load(tmp_path / "run" / "plan.json")
     assert plan.decisions
-    assert {path.name.partition("-")[0] for path in (tmp_path / "cache" / "pipedejavu").iterdir()} == {"profile"}
+    assert {path.name.partition("-")[0] for path in (tmp_path / "cache" / "pipedejavu").iterdir()} == {
+        "profile",
+        "jobrecord",
+    }
     # The plan runs unchanged from its file, too.
     run("train", "zoo:mlp", "--plan", f"{where}/plan.json", "--steps", "1", "--run-dir", str(tmp_path / "again"))
 

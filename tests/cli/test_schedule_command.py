@@ -1,6 +1,7 @@
 """The command `schedule`: what it prints, writes and refuses."""
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,16 @@ def test_a_cluster_or_a_run_is_needed(tmp_path: Path) -> None:
     assert "schedule needs a cluster with --machine; or --run, to train the jobs" in refused("schedule", path)
     text = refused("schedule", path, "--machine", MACHINE, "--out", "q")
     assert "--out is the folder of a queue that is run; add --run" in text
+
+
+def test_a_queue_on_ray_needs_ray(tmp_path: Path) -> None:
+    path = jobs(tmp_path, "a,zoo:mlp,5,1,16", header="name,model,steps,gpus,batch")
+    assert "--ray says on which nodes a queue is run; add --run" in refused("schedule", path, "--ray", "auto")
+    text = refused("schedule", path, "--run", "--ray", "127.0.0.1:9", "--out", str(tmp_path / "q"))
+    if find_spec("ray") is None:
+        assert "--ray needs ray, which is not installed: pip install 'pipedejavu[ray]'" in text
+    else:
+        assert "no Ray answers at '127.0.0.1:9' ([Errno 111] Connection refused); start one with 'ray start" in text
+        text = refused("schedule", path, "--run", "--ray", "ray://a:1", "--out", str(tmp_path / "q"))
+        assert "--ray is the HOST:PORT of a Ray cluster, or auto, not 'ray://a:1'" in text
+    assert not (tmp_path / "q").exists()

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipedejavu.cluster import POLICIES, ClusterJob, RateRow, ScheduleOptions
+from pipedejavu.cluster import POLICIES, ClusterJob, QueuedJob, RateRow, ScheduleOptions, check_queue, decide
+from pipedejavu.facts import InputError
 from pipedejavu.job_queue import QueueRunner, QueueState
 from pipedejavu.job_queue.queue_state import JobEntry
 from tests.cluster.case import server
@@ -157,3 +158,28 @@ def test_two_jobs_on_one_device_are_a_broken_state() -> None:
     entries = [JobEntry(job=job(name), state="running", devices=(0,)) for name in "ab"]
     with pytest.raises(ValueError, match="device 0 is held by two jobs"):
         QueueState(began_at=0.0, entries=tuple(entries))
+
+
+def test_devices_are_numbered_through_all_servers() -> None:
+    options, servers = ScheduleOptions(start_s=0.0), [server("s", gpus=1), server("t", gpus=2)]
+    queue = [QueuedJob(job("pair", gpus=2), 10, is_ready=True), QueuedJob(job("one"), 10, is_ready=True)]
+    assert decide(queue, servers, options).starts == {0: (1, 2), 1: (0,)}
+    assert decide(queue, servers, options, lost={0}).starts == {0: (1, 2)}
+    held = [queue[0]._replace(devices=(1, 2)), queue[1]]
+    assert decide(held, servers, options) == ((), {1: (0,)}, False)
+    check_queue([job("pair", gpus=2)], servers, options)
+    with pytest.raises(InputError, match="asks for 3 devices, and the most on one node are 2 of kind 'g'"):
+        check_queue([job("three", gpus=3)], servers, options)
+    with pytest.raises(InputError, match="uses up to 3 devices, and the most of one node are 2"):
+        check_queue([job("elastic", most=3)], servers, options)
+
+
+def test_jobs_wait_for_nodes_that_come_back() -> None:
+    world, told = steady(), list[str]()
+    processes = FakeProcesses(world)
+    processes.lost = lambda: frozenset({0})  # type: ignore[method-assign]
+    state = QueueState(began_at=0.0, entries=(JobEntry(job=job("a")),))
+    runner = QueueRunner(state, [server()], ScheduleOptions(), processes, lambda _: None, told.append)
+    runner.run()
+    assert runner.state.entries[0].state == "waiting"
+    assert told == ["the jobs that are left fit on no node that is left; repeat the command when nodes are back"]

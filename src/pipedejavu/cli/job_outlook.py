@@ -46,7 +46,7 @@ class JobOutlook:
         took_s = time.perf_counter() - self._started_s
         with suppress(InputError):  # the weights are written, whatever becomes of their metrics
             history = History.read(folder)
-            took_s -= history.paused_s(self.done, self.done + self.record.steps + 1)
+            took_s -= history.paused_s(self.done + 1, self.done + self.record.steps + 1)
             self.record = self.record.replace(measured_step_s=history.step_s_after(self.done))
         self.record = self.record.replace(measured_s=max(0.0, took_s))
         folder.write_last(folder.forecast, self.record.to_json() + "\n")

@@ -83,6 +83,7 @@ class QueueRunner:
     def _adopt(self) -> None:
         """Finds the processes of an earlier scheduler; jobs whose process has ended wait again."""
         self._read_clock()
+        adopted: dict[int, dict[str, Any]] = {}
         for number, entry in enumerate(self.state.entries):
             if entry.planned and max(entry.planned) >= self._num_devices:  # there are fewer devices than before
                 self._change(number, planned=())
@@ -92,11 +93,13 @@ class QueueRunner:
             if pid is None:
                 self._release(number, "waiting")
                 continue
-            devices = self.processes.devices_of(entry.job.name) or entry.devices
-            self._change(number, pid=pid, devices=devices)
-            if entry.state == "stopping" or max(entry.devices) >= self._num_devices:
-                self._stop([number])
+            adopted[number] = {"pid": pid, "devices": self.processes.devices_of(entry.job.name) or entry.devices}
             self.tell(f"job '{entry.job.name}' still runs as process {pid}")
+        self._store(adopted)  # at once: devices may have other numbers than before
+        entries = self.state.entries
+        self._stop(
+            [n for n in adopted if entries[n].state == "stopping" or max(entries[n].devices) >= self._num_devices]
+        )
 
     def _release(self, number: int, state: str, **changes: Any) -> None:
         """Takes the devices of an entry back."""

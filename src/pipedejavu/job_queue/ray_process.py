@@ -127,10 +127,15 @@ def connect(address: str) -> list[RayNode]:
         ray = import_module("ray")
     except ImportError:
         raise InputError("--ray needs ray, which is not installed: pip install 'pipedejavu[ray]'") from None
+    host, _, port = address.rpartition(":")
+    if address != "auto" and not (host and port.isascii() and port.isdigit() and "/" not in host):
+        raise InputError(f"--ray is the HOST:PORT of a Ray cluster, or auto, not '{address}'")
     try:
+        if host:  # Ray itself would try for minutes
+            socket.create_connection((host, int(port)), timeout=_PATIENCE_S).close()
         ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:
+        reason = next(iter(str(error).strip().splitlines()), "")
         raise InputError(f"no Ray answers at '{address}' ({reason}); start one with 'ray start --head'") from None
     alive = [node for node in ray.nodes() if node["Alive"]]
     has_gpus = any(node["Resources"].get("GPU", 0) >= 1 for node in alive)
