@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple, TypeVar
 
 from pipedejavu.cluster import ClusterJob, Server
 from pipedejavu.cluster.cluster_job import MILLI
@@ -39,6 +41,9 @@ cores, wanted = sorted(os.sched_getaffinity(0)), [int(number) for number in sys.
 os.sched_setaffinity(0, {cores[number % len(cores)] for number in wanted})
 os.execv(sys.executable, [sys.executable, *sys.argv[3:]])
 """
+
+
+T = TypeVar("T")
 
 
 class RayLostError(Exception):
@@ -175,10 +180,13 @@ class RayProcesses(JobProcesses):
 
     def start(self, job: ClusterJob, devices: Sequence[int]) -> int | None:
         """Starts or continues a job on devices of one node; Ray says later which process it is."""
-        self._check()
+        self._free(job.name)
+        self._call(lambda: self._start(job, devices))
+        return None
+
+    def _start(self, job: ClusterJob, devices: Sequence[int]) -> None:
         placed = [self._slots[number] for number in devices]
         node = next(node for node in self.nodes if node.node_id == placed[0][0])
-        self._free(job.name)
         bundle = node.bundle(len(placed))
         groups = import_module("ray.util.placement_group")
         strategies = import_module("ray.util.scheduling_strategies")
@@ -196,13 +204,11 @@ class RayProcesses(JobProcesses):
         actor.run.remote(self.command(job, len(placed)), cores, str(self.log_of(job.name)))
         self._handles[job.name] = _Handle(actor, actor.end.remote())
         self._on[job.name] = node.node_id
-        return None
 
     def adopt(self, name: str) -> int | None:
         """Returns the process of a job that an earlier scheduler has started; None if there is none."""
         try:
-            actor = self._ray.get_actor(self._name(name))
-            pid, placed = self._ray.get(actor.about.remote(), timeout=_PATIENCE_S)
+            actor, (pid, placed) = self._call(lambda: self._find(name))
         except (ValueError, self._ray.exceptions.RayError):
             self._free(name)
             return None
@@ -212,6 +218,11 @@ class RayProcesses(JobProcesses):
         self._handles[name], self._on[name] = _Handle(actor, actor.end.remote()), placed[0][0]
         self._placed[name] = tuple(self._slots.index(tuple(slot)) for slot in placed)
         return int(pid)
+
+    def _find(self, name: str) -> tuple[Any, Any]:
+        """Returns the actor of a job, and what it says about itself."""
+        actor = self._ray.get_actor(self._name(name))
+        return actor, self._ray.get(actor.about.remote(), timeout=_PATIENCE_S)
 
     def devices_of(self, name: str) -> tuple[int, ...]:
         """Returns the devices of a process that was adopted: nodes may have other numbers than before."""
@@ -228,7 +239,6 @@ class RayProcesses(JobProcesses):
             try:
                 self._ended[name] = self._ray.get(handle.end)
             except errors.ActorUnavailableError:  # it may answer again
-                self._check()
                 self._handles[name] = handle._replace(end=handle.actor.end.remote())
             except errors.RayError:
                 self._ended[name] = None, ""
@@ -252,7 +262,6 @@ class RayProcesses(JobProcesses):
 
     def send(self, name: str, number: signal.Signals) -> None:
         """Sends a signal to a job's process."""
-        self._check()
         self._handles[name].actor.send.remote(int(number))
 
     def wait(self, timeout_s: float | None) -> None:
@@ -280,14 +289,33 @@ class RayProcesses(JobProcesses):
             return
         self._check()
         self._looked_s = time.monotonic()
-        alive = {node["NodeID"] for node in self._ray.nodes() if node["Alive"]}
+        alive = {node["NodeID"] for node in self._call(self._ray.nodes) if node["Alive"]}
         for node in self.nodes:
             if node.node_id not in alive | self._lost:
                 self.tell(f"node {node.name} ({node.node_id[:6]}) is lost, with {node.devices} devices")
         self._lost = {node.node_id for node in self.nodes} - alive
 
+    def _call(self, call: Callable[[], T]) -> T:
+        """Makes a call of Ray, and raises RayLostError if Ray ends meanwhile: the call would end this process."""
+        results: SimpleQueue[Future[T]] = SimpleQueue()
+
+        def make() -> None:
+            result: Future[T] = Future()
+            try:
+                result.set_result(call())
+            except BaseException as error:
+                result.set_exception(error)
+            results.put(result)
+
+        threading.Thread(target=make, daemon=True).start()
+        while True:
+            try:
+                return results.get(timeout=_LOOK_S).result()
+            except Empty:
+                self._check()
+
     def _check(self) -> None:
-        """Raises RayLostError if Ray does not answer any more; its own calls would end this process after a minute."""
+        """Raises RayLostError if Ray does not answer any more."""
         until_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -304,7 +332,9 @@ class RayProcesses(JobProcesses):
 
     def _free(self, name: str) -> None:
         """Removes the actor and the placement groups of a job."""
-        self._check()
+        self._call(lambda: self._remove(name))
+
+    def _remove(self, name: str) -> None:
         with suppress(ValueError):
             self._ray.kill(self._ray.get_actor(self._name(name)))
         groups = import_module("ray.util.placement_group")
