@@ -47,8 +47,8 @@ class _Choice(NamedTuple):
 class FilterFinder:
     """The filters of a job's model, found once per process, when the shapes of its samples are known."""
 
-    def __init__(self, program: Program, job: Job, batches: Batches):
-        self.plan, self.job, self.batches = program.plan, job, batches
+    def __init__(self, plan: Plan, job: Job, batches: Batches):
+        self.plan, self.job, self.batches = plan, job, batches
         self._layout: FilterLayout | None = None
 
     def layout(self, microbatch: int) -> FilterLayout:
@@ -65,7 +65,10 @@ class FilterFinder:
 
 
 def vectors_of(plan: Plan, layout: FilterLayout) -> list[_Choice]:
-    """Returns the table of a plan by rising cost, vectors that keep the same numbers of filters once."""
+    """Returns the table of a plan by rising cost, vectors that keep the same numbers of filters once.
+
+    Raises InputError if a budget is too small for all of them.
+    """
     groups = len(layout.groups)
     drops = plan.feed.drops or tuple((level / LEVELS,) * groups for level in range(LEVELS))
     if len(drops[0]) != groups:
@@ -73,8 +76,21 @@ def vectors_of(plan: Plan, layout: FilterLayout) -> list[_Choice]:
             f"the vectors of feed.drops have {len(drops[0])} shares, and the model has {groups} groups of filters"
             f" ({', '.join(group.name for group in layout.groups)}); search for vectors of this model"
         )
-    table = sorted({(layout.cost(counts), counts) for counts in map(layout.counts, drops)})
-    return [_Choice(counts, cost) for cost, counts in table]
+    pairs = sorted({(layout.cost(counts), counts) for counts in map(layout.counts, drops)})
+    table = [_Choice(counts, cost) for cost, counts in pairs]
+    for row in (plan.feed.budgets or (), *plan.feed.later_budgets):
+        for replica, budget in enumerate(row):
+            if budget < table[0].cost:
+                raise InputError(
+                    f"replica {replica} has a budget of {budget:g}, and the smallest vector of the plan takes"
+                    f" {table[0].cost:.3g} of the multiplications of the whole model; give it at least that"
+                )
+    return table
+
+
+def check_filters(plan: Plan, job: Job, batches: Batches) -> None:
+    """Raises InputError if the model has no filters that the plan can leave out to fit its budgets."""
+    vectors_of(plan, FilterFinder(plan, job, batches).layout(0))
 
 
 class Pace:
@@ -101,7 +117,7 @@ def masks_of_replay(program: Program, job: Job, batches: Batches, runners: Seque
     """Returns the masks of a replay, with which its runners run; None if the plan leaves no filters out."""
     if program.plan.feed.kind != "mask":
         return None
-    masks = FilterMasks(program, job.seed, FilterFinder(program, job, batches))
+    masks = FilterMasks(program, job.seed, FilterFinder(program.plan, job, batches))
     masks.prepare(0)
     for runner in runners:
         runner.filters = masks.of_microbatch
@@ -121,17 +137,9 @@ class FilterMasks:
         self._known = lru_cache(maxsize=2 * program.num_replicas * program.plan.reduce.period)(self._kept)
 
     def prepare(self, microbatch: int) -> None:
-        """Finds the filters before the first round; raises InputError if some budget is too small for any vector."""
+        """Finds the filters before the first round."""
         self.layout = self.finder.layout(microbatch)
         self.table = vectors_of(self.plan, self.layout)
-        feed, least = self.plan.feed, self.table[0].cost
-        for row in (feed.budgets or (), *feed.later_budgets):
-            for replica, budget in enumerate(row):
-                if budget < least:
-                    raise InputError(
-                        f"replica {replica} has a budget of {budget:g}, and the smallest vector of the plan takes"
-                        f" {least:.3g} of the multiplications of the whole model; give it at least that"
-                    )
 
     def of_microbatch(self, number: int) -> KeptFilters:
         """Returns the filters that the replica of a microbatch trains; a worker's first such call begins its update."""

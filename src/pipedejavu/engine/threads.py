@@ -183,7 +183,7 @@ def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRu
     graph, handlers = verify(program), list[Handlers]()
     groups = program.groups.items()
     exchange = Exchange({name: g.workers for name, g in groups}, {name: g.helpers for name, g in groups if g.helpers})
-    divisions, finder = Divisions(program, job, batches), FilterFinder(program, job, batches)
+    divisions, finder = Divisions(program, job, batches), FilterFinder(program.plan, job, batches)
     compiler = job.compiler_for(program)
     for index in range(len(program.workers)):
         # A module is run by one thread at a time, so each worker has a copy.
@@ -245,7 +245,7 @@ def make_handlers(
     handlers = Handlers(program, index, runners, job, batches, wire)
     handlers.divided = divided
     if program.plan.feed.kind == "mask":
-        masks = FilterMasks(program, job.seed, finder or FilterFinder(program, job, batches))
+        masks = FilterMasks(program, job.seed, finder or FilterFinder(program.plan, job, batches))
         masks.note, handlers.applier.masks = handlers.log.events.append, masks
         for runner in runners.values():
             runner.filters = masks.of_microbatch

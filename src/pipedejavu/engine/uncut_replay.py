@@ -75,8 +75,9 @@ class UncutReplay:
             weights.setdefault(first, weight.detach().clone().requires_grad_())
         counts = self._counts_of(value)
         args, kwargs = self.uncut.call(widened(self.uncut.inputs(microbatch)))
+        used = self._used(microbatch, weights)
         with _AsUnits(counts, [mixed(self.job.seed, microbatch, number) for number, _, _ in self.units]) as mode:
-            output = torch.func.functional_call(self.model, self._used(microbatch, weights), args, kwargs)
+            output = torch.func.functional_call(self.model, used, args, kwargs)
             loss = self.uncut.loss(output, targets)
             if mode.count != sum(counts):
                 return f"it draws {mode.count} times and its units {sum(counts)} times"
