@@ -29,10 +29,12 @@ def search_drop_table(request: "PlanRequest", progress: Progress) -> None:
     require_torch("training", "pip install 'pipedejavu[train]'")
     from pipedejavu.planner.drop_search import search_drops
     from pipedejavu.run import TrainOptions
+    from pipedejavu.source.task import prepare
 
     plan = preset("distreal").at(samples=request.samples or request.batch)
     options = TrainOptions(model=read_model(request.model), data=request.data, seed=request.seed)
-    table = search_drops(options, plan, updates=UPDATES, time_budget_s=request.time_budget, progress=progress)
+    prepared = prepare(options, [plan.feed.samples])
+    table = search_drops(prepared, plan, updates=UPDATES, time_budget_s=request.time_budget, progress=progress)
     plan = table.plan(plan)
     if request.out:
         plan.save(request.out)

@@ -20,10 +20,9 @@ from pipedejavu.engine.recompute_span import backward, with_loss
 from pipedejavu.engine.unit_random import mixed
 from pipedejavu.facts import Record
 from pipedejavu.plan import Decision, Plan
-from pipedejavu.run.options import TrainOptions
 from pipedejavu.runtime.kept_filters import KeptFilters
 from pipedejavu.search.genetic import Vector, evolve
-from pipedejavu.source.task import Prepared, prepare
+from pipedejavu.source.task import Prepared
 
 _NUM_TESTED = 4
 """Microbatches that vectors are tested on."""
@@ -95,7 +94,7 @@ class DropTrial:
 
 
 def search_drops(
-    options: TrainOptions,
+    prepared: Prepared,
     plan: Plan,
     *,
     updates: int,
@@ -104,9 +103,8 @@ def search_drops(
     time_budget_s: float = 60.0,
     progress: Callable[[float, str], object] = lambda _share, _text: None,
 ) -> DropTable:
-    """Returns the table of a model; raises InputError if it has no filters to drop."""
-    samples, started_s = plan.feed.samples, time.monotonic()
-    prepared = prepare(options, [samples])
+    """Returns the table of a model for the microbatches of a plan; raises InputError if it has no filters to drop."""
+    seed, started_s = prepared.job.seed, time.monotonic()
     layout = FilterFinder(plan, prepared.job, prepared.batches).layout(0)
     trial, losses = DropTrial(prepared, updates), dict[tuple[int, ...], float]()
 
@@ -115,7 +113,7 @@ def search_drops(
         if counts not in losses:
             numbers = range(len(counts))
             losses[counts] = trial.loss(
-                lambda update: KeptFilters(layout, counts, [mixed(options.seed, update, group) for group in numbers])
+                lambda update: KeptFilters(layout, counts, [mixed(seed, update, group) for group in numbers])
             )
         return layout.cost(counts), losses[counts]
 
@@ -125,9 +123,10 @@ def search_drops(
         return elapsed < 1
 
     front = evolve(
-        len(layout.groups), evaluate, population=population, generations=generations, seed=options.seed,
-        goes_on=goes_on,
-    )  # fmt: skip
+        len(layout.groups), evaluate, population=population, generations=generations, seed=seed, goes_on=goes_on
+    )
     vectors = tuple(DropVector(drops=entry.vector, cost=entry.costs[0], loss=entry.costs[1]) for entry in front)
     groups = tuple(group.name for group in layout.groups)
-    return DropTable(groups=groups, updates=updates, samples=samples, tried=len(losses), vectors=vectors)
+    return DropTable(
+        groups=groups, updates=updates, samples=plan.feed.samples, tried=len(losses), vectors=vectors
+    )
