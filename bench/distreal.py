@@ -1,7 +1,7 @@
 """Accuracy against time on unequal devices: DISTREAL beside three ways to average without leaving filters out.
 
-Run with `python bench/distreal.py [--updates 320] [--seeds 3] [--json FILE]`. Four devices whose speeds are 1, 0.75, 0.5
-and 0.25 train a small VGG on the digits and average their weights every 4 updates:
+Run with `python bench/distreal.py [--updates 320] [--seeds 3] [--json FILE]`. Four devices whose speeds are 1, 0.75,
+0.5 and 0.25 train a small VGG on the digits and average their weights every 4 updates:
 
     waiting        every device trains the whole network, and the fast ones wait for the slowest
     fastest alone  the devices that cannot keep up are left out
@@ -56,7 +56,7 @@ def machine() -> Machine:
 
 def study(stages: tuple[tuple[int, ...], ...]) -> TrainingStudy:
     """The model with so many filters per convolution."""
-    options: dict[str, Any] = {"stages": stages, "side": 8, "channels": 1, "has_batch_norm": False}
+    options: dict[str, Any] = {"stages": stages, "side": 8, "channels": 1, "has_batch_norm": True}
     return TrainingStudy(
         model="vgg-small", data="digits", samples=SAMPLES, optimizer=Sgd(lr=0.01, momentum=0.9), options=options,
         test=open_data("digits", form_of("vgg-small", **options), split="test"), most_tested=297,
@@ -171,8 +171,8 @@ def main() -> None:
         courses = [trained(way, seed, asked.updates, rate) for seed in range(asked.seeds)]
         curves[name] = curve(courses, way.step_s())
         last = curves[name][-1]
-        print(f"{name:20} rate {rate:<6g} {way.step_s() * 1e3:6.1f} ms per update, {last[1]:.1f} % after {last[0]:.1f} s",
-              flush=True)  # fmt: skip
+        step = f"{way.step_s() * 1e3:.1f} ms per update"
+        print(f"{name:20} rate {rate:<6g} {step}, {last[1]:.1f} % after {last[0]:.1f} s", flush=True)
     end = curves["distreal"][-1][0]
     times = [end / 4, end / 2, end, 2 * end, 4 * end]
     print("\n| " + " | ".join(["test accuracy, %", *(f"{seconds:.1f} s" for seconds in times), "at the end"]) + " |")

@@ -48,6 +48,8 @@ def search_drop_table(request: "PlanRequest", progress: Progress) -> None:
     for vector in table.vectors:
         columns.add_row(f"{vector.cost:.1%}", f"{vector.loss:.4f}", " ".join(f"{share:.2f}" for share in vector.drops))
     terminal().print(columns)
-    terminal().print(f"\n{len(table.vectors)} of {table.tried} vectors are on the front; groups: {', '.join(table.groups)}")
+    terminal().print(
+        f"\n{len(table.vectors)} of {table.tried} vectors are on the front; groups: {', '.join(table.groups)}"
+    )
     if request.out:
         terminal().print(f"wrote {request.out}")

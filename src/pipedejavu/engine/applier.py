@@ -162,10 +162,11 @@ class Applier:
                 summed = compensate(summed, base, read, self.plan.version.compensation, factor)
             out = {name: like_weight(base[name], gradient) for name, gradient in summed.items()}
             optimizer = self.correction.optimizer(key[0], number)
-            if self.masks is not None:
+            if self.masks is None:
+                optimizer.step(number, base, summed, state, factor, out=out)
+            else:
                 self.masks.note_time(key[1], number, self.device)
-                optimizer = self.masks.optimizer(optimizer, key[1], number)
-            optimizer.step(number, base, summed, state, factor, out=out)
+                self.masks.optimizer(optimizer, key[1], number).step(number, base, summed, state, factor, out=out)
         if decay is not None:
             add_to_velocity(state, base, out, decay)
         return out

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine.device import CPU, moved
-from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Masked, Read, Reread, Scored, with_moments
 from pipedejavu.engine.filter_masks import masks_of_replay
+from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Masked, Read, Reread, Scored, with_moments
 from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.loss_scale import FIRST
 from pipedejavu.engine.optimizer import Tensors
@@ -191,8 +191,8 @@ class Replay:
         key = (piece, self.center if on_server else replica)
         count = self.served[piece] if on_server else update
         optimizer = self.correction.optimizer(piece, count)
-        optimizer = self.masks.optimizer(optimizer, replica, update) if self.masks else optimizer
-        deltas = dict(optimizer.deltas(count, base, summed, self.state[key], coefficient))
+        stepper = self.masks.optimizer(optimizer, replica, update) if self.masks else optimizer
+        deltas = dict(stepper.deltas(count, base, summed, self.state[key], coefficient))
         if center:
             pull = self.job.optimizer.rate(update) * self.job.elasticity
             deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}

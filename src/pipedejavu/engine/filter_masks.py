@@ -113,7 +113,9 @@ class Pace:
             self._recent.clear()
 
 
-def masks_of_replay(program: Program, job: Job, batches: Batches, runners: Sequence[PieceRunner]) -> "FilterMasks | None":
+def masks_of_replay(
+    program: Program, job: Job, batches: Batches, runners: Sequence[PieceRunner]
+) -> "FilterMasks | None":
     """Returns the masks of a replay, with which its runners run; None if the plan leaves no filters out."""
     if program.plan.feed.kind != "mask":
         return None
@@ -162,7 +164,7 @@ class FilterMasks:
         return self.plan.feed.budgets_at(update // self.plan.reduce.period)[replica]
 
     def kept(self, replica: int, update: int) -> KeptFilters:
-        """Returns the filters that a replica trains in an update; of those before a resumed run, by the plan's budget."""
+        """Returns the filters that a replica trains in an update; of those before a resume, by the plan's budget."""
         choice = self.choices.get((replica, update))
         return self._known(replica, update, self._best(self._budget(replica, update)) if choice is None else choice)
 

@@ -223,16 +223,17 @@ class PieceRunner:
                 place[key] = weights[name] if kept is None else kept.used(name, weights[name])
             for place, key, buffer in buffers:
                 place[key] = buffer.clone()
-            for place, key, name in self._named_buffers() if kept is not None else ():
-                if kept is not None and not kept.is_whole(name):
+            for place, key, name in self._named_buffers() if kept else ():
+                if kept and not kept.is_whole(name):
                     parts.append((name, (place, key, place[key])))
                     place[key] = kept.narrow(name, place[key])
             yield
         finally:
             for place, key, _, tensor in self._slots:
                 place[key] = tensor
-            for name, (place, key, whole) in parts if kept is not None else ():
-                kept.put(name, whole, place[key])
+            for name, (place, key, whole) in parts:
+                if kept:
+                    kept.put(name, whole, place[key])
                 place[key] = whole
             for place, key, tensor in buffers:
                 place[key] = tensor

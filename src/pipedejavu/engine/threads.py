@@ -59,8 +59,7 @@ def check_runnable(program: Program) -> None:
     check_divisible(plan)
     cannot = {
         "compiled units with feed 'mask'": plan.is_compiled and plan.feed.kind == "mask",
-        f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
-        and not plan.feed.is_own,
+        f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average" and not plan.feed.is_own,
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
         f"{plan.precision.moments} moments of weights that are divided between workers": plan.precision.moments

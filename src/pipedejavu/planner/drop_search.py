@@ -127,6 +127,4 @@ def search_drops(
     )
     vectors = tuple(DropVector(drops=entry.vector, cost=entry.costs[0], loss=entry.costs[1]) for entry in front)
     groups = tuple(group.name for group in layout.groups)
-    return DropTable(
-        groups=groups, updates=updates, samples=plan.feed.samples, tried=len(losses), vectors=vectors
-    )
+    return DropTable(groups=groups, updates=updates, samples=plan.feed.samples, tried=len(losses), vectors=vectors)

@@ -149,7 +149,15 @@ class StudyRun:
     def job(self, **more: Any) -> Job:
         """Returns the job; losses that are no numbers do not end it."""
         loss = loss_of(self.cut, self.task.loss)
-        return Job(units=self.cut.units, loss=loss, optimizer=self.optimizer, seed=self.seed, on_nan="skip", graphs=unit_graphs, **more)
+        return Job(
+            units=self.cut.units,
+            loss=loss,
+            optimizer=self.optimizer,
+            seed=self.seed,
+            on_nan="skip",
+            graphs=unit_graphs,
+            **more,
+        )
 
     def train(
         self,

@@ -118,7 +118,9 @@ def _region(chain: GraphChain, node: fx.Node) -> ChannelRegion | None:
         return None
     weights = {id(chain.held[weight_of(operator)]) for operator in region.made | region.read}
     is_shared = any(len(chain.twins[weight]) > 1 for weight in weights)
-    is_grouped = any(name_of(operation) in CONVOLUTIONS and not is_operator(operation) for operation in region.operations)
+    is_grouped = any(
+        name_of(operation) in CONVOLUTIONS and not is_operator(operation) for operation in region.operations
+    )
     return None if is_shared or is_grouped else region
 
 

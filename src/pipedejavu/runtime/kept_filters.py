@@ -17,8 +17,7 @@ class KeptFilters:
     def __init__(self, layout: FilterLayout, counts: Sequence[int], seeds: Sequence[int]):
         self.layout, self.counts = layout, tuple(counts)
         self.filters = tuple(
-            self._draw(group.size, count, seed)
-            for group, count, seed in zip(layout.groups, counts, seeds, strict=True)
+            self._draw(group.size, count, seed) for group, count, seed in zip(layout.groups, counts, seeds, strict=True)
         )
         """The numbers of the filters that remain, in each group."""
 

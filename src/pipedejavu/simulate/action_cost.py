@@ -69,7 +69,16 @@ class ActionCosts:
             if a[0] == RECV:  # the cost is that of the SEND
                 worker, position = next(m for m in joint[op] if m[0] != worker)
                 a = workers[worker].actions[position]
-            key = (worker, a[0], a[1], a[2], a[5], a[6], self.sizes.samples(a[3]), self._budget(a) if has_budgets else 1.0)
+            key = (
+                worker,
+                a[0],
+                a[1],
+                a[2],
+                a[5],
+                a[6],
+                self.sizes.samples(a[3]),
+                self._budget(a) if has_budgets else 1.0,
+            )
             work = known.get(key)
             if work is None:
                 work = known[key] = self._work(a, worker)
