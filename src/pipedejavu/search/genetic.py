@@ -10,10 +10,10 @@ from math import inf
 from typing import NamedTuple
 
 Vector = tuple[float, ...]
-MOST = 0.95
-"""The largest share of a vector."""
 _STEP = 1 / 64
 """Shares are multiples of it."""
+MOST = 61 * _STEP
+"""The largest share of a vector."""
 _MUTATION = 0.15
 """Deviation of a mutated share."""
 
