@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from pipedejavu.search.genetic import MOST, Scored, dominates, evolve, pareto_front, ranks
+from pipedejavu.search.genetic import MOST, CostedVector, dominates, evolve, pareto_front, ranks
 
 LEVELS = [n / 64 for n in range(0, 61, 4)]
 
@@ -19,7 +19,7 @@ def costs(vector):
 
 def test_the_front_is_near_that_of_all_vectors_and_better_than_equal_shares():
     front = evolve(3, costs, population=24, generations=40, seed=1)
-    every = [Scored(v, costs(v)) for v in product(LEVELS, repeat=3)]
+    every = [CostedVector(v, costs(v)) for v in product(LEVELS, repeat=3)]
     for point in pareto_front(every):
         # Some vector of the search is as good up to a few hundredths of either cost.
         assert any(f.costs[0] <= point.costs[0] + 0.03 and f.costs[1] <= point.costs[1] + 0.15 for f in front)
@@ -54,8 +54,8 @@ def test_a_seed_fixes_the_front_and_the_search_ends_when_it_is_told_to():
 
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_ranks_are_fronts_and_ends_of_a_front_come_first(count):
-    scored = [Scored((n / 10,), (float(n), float(count - n))) for n in range(count)]
-    behind = Scored((0.95,), (float(count), float(count)))
+    scored = [CostedVector((n / 10,), (float(n), float(count - n))) for n in range(count)]
+    behind = CostedVector((0.95,), (float(count), float(count)))
     found = ranks([*scored, behind])
     assert [front for front, _ in found] == [0] * count + [1]
     inner = [crowding for _, crowding in found[1 : count - 1]]

@@ -1,7 +1,7 @@
 """`plan --search genetic`: the table of filters to drop, and a plan that chooses from it."""
 
 import json
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from rich.table import Table
 
@@ -12,14 +12,25 @@ from pipedejavu.facts import InputError
 from pipedejavu.plan import preset
 from pipedejavu.search import Progress
 
-if TYPE_CHECKING:
-    from pipedejavu.cli.plan_command import PlanRequest
-
 UPDATES = 40
 """Updates that each vector is trained for."""
 
 
-def search_drop_table(request: "PlanRequest", progress: Progress) -> None:
+@dataclass(frozen=True)
+class DropRequest:
+    """What `plan` was asked for."""
+
+    model: str
+    machine: str | None
+    data: str | None
+    samples: int
+    seed: int
+    time_budget_s: float
+    out: str | None
+    as_json: bool
+
+
+def search_drop_table(request: DropRequest, progress: Progress) -> None:
     """Searches for the vectors of a model, and prints or writes the plan of preset 'distreal' with them."""
     is_model = request.model.startswith(("zoo:", "hf:")) or ".py:" in request.model
     if not is_model:
@@ -31,10 +42,10 @@ def search_drop_table(request: "PlanRequest", progress: Progress) -> None:
     from pipedejavu.run import TrainOptions
     from pipedejavu.source.task import prepare
 
-    plan = preset("distreal").at(samples=request.samples or request.batch)
+    plan = preset("distreal").at(samples=request.samples)
     options = TrainOptions(model=read_model(request.model), data=request.data, seed=request.seed)
     prepared = prepare(options, [plan.feed.samples])
-    table = search_drops(prepared, plan, updates=UPDATES, time_budget_s=request.time_budget, progress=progress)
+    table = search_drops(prepared, plan, updates=UPDATES, time_budget_s=request.time_budget_s, progress=progress)
     plan = table.plan(plan)
     if request.out:
         plan.save(request.out)

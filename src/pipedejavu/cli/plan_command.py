@@ -12,7 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from pipedejavu.cli.drop_command import search_drop_table
+from pipedejavu.cli.drop_command import DropRequest, search_drop_table
 from pipedejavu.cli.input_files import AsJson, PlannedModel, Speeds, read_amounts, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_answer import PlanAnswer, describe_memory, explain
@@ -127,8 +127,12 @@ def run(request: PlanRequest) -> None:
     repeat one: `find_largest` ends with a search for the largest question, without its alternatives.
     """
     if request.search == "genetic":
+        asked = DropRequest(
+            request.model, request.machine, request.data, request.samples or request.batch, request.seed,
+            request.time_budget, request.out, request.as_json,
+        )  # fmt: skip
         with show_progress() as progress:
-            search_drop_table(request, progress)
+            search_drop_table(asked, progress)
         return
     if request.data is not None:
         raise InputError("--data is for --search genetic, which trains; other searches only measure")

@@ -107,15 +107,14 @@ class Replay:
 
     def run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
         """Replays each event once what it reads exists; returns the last weights by (piece, replica)."""
+        if self.masks is not None:
+            self.masks.take(event for log in logs for event in log.events if isinstance(event, Masked))
         with allowed_tf32(self.plan.precision):
             return self._run(logs)
 
     def _run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
         queues = [list(reversed(log.events)) for log in logs]
         self.skipped = {step for log in logs for step in log.skipped}
-        for event in (event for log in logs for event in log.events if isinstance(event, Masked)):
-            if self.masks is not None:
-                self.masks.check(event)
         while any(queues):
             before = sum(map(len, queues))
             for queue in queues:

@@ -6,7 +6,7 @@ longer than its first ones has less, and the choices are noted in the log.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from statistics import median
 from typing import NamedTuple
@@ -173,13 +173,16 @@ class FilterMasks:
         seeds = [mixed(self.seed, _SALT, update, replica, group) for group in numbers]
         return KeptFilters(self.layout, self.table[choice].counts, seeds)
 
-    def check(self, event: Masked) -> None:
-        """Takes a choice from a log; raises InputError if it is not the one that the plan's budget leads to."""
-        expected = self._best(self._budget(event.replica, event.update))
-        is_wrong = event.choice > expected if self.plan.feed.is_controlled else event.choice != expected
-        if is_wrong or not 0 <= event.choice < len(self.table):
-            raise InputError(f"the run chose another vector than {expected}, which the plan's budget leads to: {event}")
-        self.choices[event.replica, event.update] = event.choice
+    def take(self, events: Iterable[Masked]) -> None:
+        """Takes choices from logs; raises InputError for one that the plan's budget does not lead to."""
+        for event in events:
+            expected = self._best(self._budget(event.replica, event.update))
+            is_wrong = event.choice > expected if self.plan.feed.is_controlled else event.choice != expected
+            if is_wrong or not 0 <= event.choice < len(self.table):
+                raise InputError(
+                    f"the run chose another vector than {expected}, to which the plan's budget leads: {event}"
+                )
+            self.choices[event.replica, event.update] = event.choice
 
     def optimizer(self, optimizer: Optimizer, replica: int, update: int) -> MaskedOptimizer:
         """Returns the optimizer of an update; the passes of the update have ended."""

@@ -5,7 +5,7 @@ convolution in a chain, all that a residual connection adds up. It is the region
 holds a single filter, so everything that follows has a part per filter. Knows nothing of budgets and of chance.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -74,13 +74,6 @@ def find_filters(units: Sequence[tuple[str, nn.Module]], graphs: Sequence[UnitGr
     """Returns the filters that can be left out; raises InputError if there are none."""
     chain = GraphChain(graphs)
     operators = [node for node in chain.unit_of if name_of(node) in OPERATORS]
-    names: dict[int, list[str]] = {}
-    for unit, module in units:
-        for full, tensor in (
-            *module.named_parameters(prefix=unit, remove_duplicate=False),
-            *module.named_buffers(prefix=unit, remove_duplicate=False),
-        ):
-            names.setdefault(id(tensor), []).append(full)
     regions: list[ChannelRegion] = []
     for node in operators:
         is_known = any(node in region.made for region in regions)
@@ -92,20 +85,36 @@ def find_filters(units: Sequence[tuple[str, nn.Module]], graphs: Sequence[UnitGr
             "the model has no convolution whose filters can be left out, so no replica can compute a part of it; use a"
             " model with convolutions that another layer reads, such as zoo:vgg-small, or a plan without feed 'mask'"
         )
-    groups, dims = [], dict[str, tuple[FilterDim, ...]]()
+    names = _names(units)
+    groups, dims = [], dict[str, set[FilterDim]]()
     for number, region in enumerate(regions):
         first = next(node for node in operators if node in region.made)
-        size = shape_of(first)[1]
-        groups.append(FilterGroup(names[id(chain.held[weight_of(first)])][0], size))
-        follows = {node: split.dim for node, split in region.splits.items() if node.op == "get_attr"}
-        follows |= {weight_of(node): 0 for node in region.made}
-        found = [(node, FilterDim(dim, number, shape_of(node)[dim] // size, False)) for node, dim in follows.items()]
-        reads = {weight_of(node) for node in region.read}
-        found += [(node, FilterDim(1, number, shape_of(node)[1] // size, True)) for node in reads]
-        for node, dim in found:
+        groups.append(FilterGroup(names[id(chain.held[weight_of(first)])][0], shape_of(first)[1]))
+        for node, dim in _dims(region, number, shape_of(first)[1]):
             for name in names[id(chain.held[node])]:
-                dims[name] = tuple(sorted({*dims.get(name, ()), dim}))
-    return FilterLayout(tuple(groups), dims, tuple(_product(node, regions) for node in operators))
+                dims.setdefault(name, set()).add(dim)
+    in_order = {name: tuple(sorted(some)) for name, some in dims.items()}
+    return FilterLayout(tuple(groups), in_order, tuple(_product(node, regions) for node in operators))
+
+
+def _names(units: Sequence[tuple[str, nn.Module]]) -> dict[int, list[str]]:
+    """Returns the full names of each parameter and buffer, by id."""
+    names: dict[int, list[str]] = {}
+    for unit, module in units:
+        parameters = module.named_parameters(prefix=unit, remove_duplicate=False)
+        for full, tensor in (*parameters, *module.named_buffers(prefix=unit, remove_duplicate=False)):
+            names.setdefault(id(tensor), []).append(full)
+    return names
+
+
+def _dims(region: ChannelRegion, number: int, size: int) -> Iterator[tuple[fx.Node, FilterDim]]:
+    """Yields the parameters and buffers that follow the filters of a region, each with the dimension that does."""
+    follows = {node: split.dim for node, split in region.splits.items() if node.op == "get_attr"}
+    follows |= {weight_of(node): 0 for node in region.made}
+    for node, dim in follows.items():
+        yield node, FilterDim(dim, number, shape_of(node)[dim] // size, False)
+    for node in map(weight_of, region.read):
+        yield node, FilterDim(1, number, shape_of(node)[1] // size, True)
 
 
 def _region(chain: GraphChain, node: fx.Node) -> ChannelRegion | None:

@@ -18,7 +18,7 @@ _MUTATION = 0.15
 """Deviation of a mutated share."""
 
 
-class Scored(NamedTuple):
+class CostedVector(NamedTuple):
     """A vector and its two costs; less is better."""
 
     vector: Vector
@@ -30,9 +30,9 @@ def dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
     return one != other and all(a <= b for a, b in zip(one, other, strict=True))
 
 
-def pareto_front(scored: Sequence[Scored]) -> list[Scored]:
+def pareto_front(scored: Sequence[CostedVector]) -> list[CostedVector]:
     """Returns what nothing else dominates, by the first cost; equal costs once."""
-    front, least = list[Scored](), inf
+    front, least = list[CostedVector](), inf
     for entry in sorted(scored, key=lambda entry: (entry.costs, entry.vector)):
         if entry.costs[1] < least:
             front.append(entry)
@@ -40,7 +40,7 @@ def pareto_front(scored: Sequence[Scored]) -> list[Scored]:
     return front
 
 
-def ranks(scored: Sequence[Scored]) -> list[tuple[int, float]]:
+def ranks(scored: Sequence[CostedVector]) -> list[tuple[int, float]]:
     """Returns the front that each entry is in, and its crowding: less is better in both."""
     left, result, front = set(range(len(scored))), [(0, 0.0)] * len(scored), 0
     while left:
@@ -72,17 +72,17 @@ def evolve(
     generations: int,
     seed: int = 0,
     goes_on: Callable[[float], bool] = lambda _: True,
-) -> list[Scored]:
+) -> list[CostedVector]:
     """Returns the Pareto front of vectors of `size` shares that a search finds; each is evaluated once.
 
     Begins with vectors of equal shares. `goes_on` is called with the share that is done, and may end the search after
     the first generation.
     """
-    chance, known = random.Random(seed), dict[Vector, Scored]()
+    chance, known = random.Random(seed), dict[Vector, CostedVector]()
 
-    def scored(vector: Vector) -> Scored:
+    def scored(vector: Vector) -> CostedVector:
         if vector not in known:
-            known[vector] = Scored(vector, evaluate(vector))
+            known[vector] = CostedVector(vector, evaluate(vector))
         return known[vector]
 
     levels = [_STEP * round(MOST / _STEP * n / (population - 1)) for n in range(population)]
@@ -92,7 +92,7 @@ def evolve(
         goes_on(len(adults) / population / (generations + 1))
     for generation in range(generations):
         fitness = dict(zip((adult.vector for adult in adults), ranks(adults), strict=True))
-        children = list[Scored]()
+        children = list[CostedVector]()
         for number in range(population):
             if not goes_on((generation + 1 + number / population) / (generations + 1)):
                 return pareto_front([*known.values()])
