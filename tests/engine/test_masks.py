@@ -240,6 +240,18 @@ def test_channels_that_a_residual_connection_ties_are_left_out_together():
     assert {dim.group for name in ("u1.second.bias", "u2.linear.weight") for dim in layout.dims[name]} == {0}
 
 
+def test_frozen_parameters_are_narrowed_with_the_filters_that_they_follow():
+    units = flat_net()
+    for parameter in (units[0][1][1].weight, units[1][1][0].bias):
+        parameter.requires_grad_(False)
+    case = masked(units)
+    before = {name: p.clone() for unit, module in units for name, p in module.named_parameters(prefix=unit)}
+    differences = audit(case.program, case.job, case.batches, case.outcome)
+    assert max(differences.values()) <= case.tolerance
+    for name in ("u0.1.weight", "u1.0.bias"):
+        assert torch.equal(case.outcome.weights[0, 1][name], before[name])
+
+
 def test_a_group_that_nothing_can_be_taken_from_stays_whole():
     depthwise = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1, groups=4), nn.Conv2d(4, 5, 1))
     case = masked([("u0", nn.Conv2d(1, 4, 3, padding=1)), ("u1", depthwise), ("u2", Pooled(5))], budgets=(1.0, 0.9))

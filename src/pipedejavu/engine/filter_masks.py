@@ -148,7 +148,8 @@ class FilterMasks:
         update, position = divmod(number, self.program.update_size)
         replica = position // self.plan.feed.microbatches
         if (replica, update) not in self.choices:
-            self._started_s[update] = time.perf_counter()
+            if self.plan.feed.is_controlled:
+                self._started_s[update] = time.perf_counter()
             self.choices[replica, update] = self._choose(replica, update)
             self.note(Masked(replica, update, self.choices[replica, update]))
         return self.kept(replica, update)
@@ -190,7 +191,7 @@ class FilterMasks:
 
     def note_time(self, replica: int, update: int, device: torch.device) -> None:
         """Notes how long the passes of an update took, if budgets are controlled; waits for a GPU."""
-        if self.plan.feed.is_controlled and update in self._started_s:
+        if update in self._started_s:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._pace.note(time.perf_counter() - self._started_s.pop(update), self._budget(replica, update))

@@ -223,7 +223,7 @@ class PieceRunner:
                 place[key] = weights[name] if kept is None else kept.used(name, weights[name])
             for place, key, buffer in buffers:
                 place[key] = buffer.clone()
-            for place, key, name in self._named_buffers() if kept else ():
+            for place, key, name in (*self._named_buffers(), *self._frozen) if kept else ():
                 if kept and not kept.is_whole(name):
                     parts.append((name, (place, key, place[key])))
                     place[key] = kept.narrow(name, place[key])
