@@ -26,7 +26,8 @@ def check_narrowed(units: Sequence[tuple[str, nn.Module]], layout: FilterLayout,
         with mode, torch.no_grad():
             for unit, module in units:
                 tensors = {n: kept.used(f"{unit}.{n}", p) for n, p in module.named_parameters()}
-                tensors |= {n: kept.narrow(f"{unit}.{n}", b) for n, b in module.named_buffers()}
+                # A count of batches that is a real tensor would be raised even here.
+                tensors |= {n: kept.narrow(f"{unit}.{n}", b).clone() for n, b in module.named_buffers()}
                 value = torch.func.functional_call(module, tensors, (value,))
     except (RuntimeError, InputError, ValueError) as error:
         reason = str(error).split("\n")[0].rstrip(".")
