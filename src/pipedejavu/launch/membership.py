@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from pipedejavu.engine.departure import outlives_workers, replica_of
 from pipedejavu.engine.rank_process import RankRun
+from pipedejavu.engine.wire import PeerLeftError
 from pipedejavu.program import Program
 
 _LOOK_S = 0.002
@@ -139,9 +140,12 @@ class LivingRanks:
         self._meet(lambda: self.store.delete_key(_LEAD))
 
     def add_up(self, table: Tensor) -> None:
-        """Adds up a table over all living ranks, in place on the lead."""
-        for part in self._meet(note=table.tolist()):
-            table += table.new_tensor(part)
+        """Adds up a table over all living ranks, in place; raises PeerLeftError on all if one has died on the way."""
+        before = self.dead
+        parts = self._meet(note=table.tolist())
+        if self.dead != before:
+            raise PeerLeftError
+        table.copy_(table.new_tensor(parts).sum(0))
 
     def is_dead(self, rank: int) -> bool:
         """Whether the process of a rank has ended."""
@@ -166,18 +170,19 @@ class LivingRanks:
             yield Departure(worker, signal.Signals(number).name, at_s, update, alive, samples, microbatches)
 
     def _meet(self, announce: Callable[[], object] = lambda: None, note: Any = None) -> list[Any]:
-        """Waits for all living ranks; the lead announces something before they go on, and returns their notes."""
+        """Waits for all living ranks and returns their notes; the lead announces something before they go on."""
         number, self._meetings = self._meetings, self._meetings + 1
         if self.rank != self.lead:
             self.store.set(f"{number}/{self.rank}", json.dumps(note))
             while not self.store.check([f"{number}/go"]):
                 time.sleep(_LOOK_S)
-            left = json.loads(self.store.get(f"{number}/go"))
-            self.left.update({int(replica): update for replica, update in left.items()})
-            return []
-        notes = [note for worker in self.replicas for note in self._notes(f"{number}/{worker}", worker)]
+            left, notes = json.loads(self.store.get(f"{number}/go"))
+            self.left.update(left)
+            return list(notes)
+        notes = [text for worker in self.replicas for text in self._notes(f"{number}/{worker}", worker)]
+        notes.append(note)
         announce()
-        self.store.set(f"{number}/go", json.dumps(self.left))
+        self.store.set(f"{number}/go", json.dumps([[*self.left.items()], notes]))
         self.store.delete_key(f"{number - 1}/go")  # all that live have read it, as they have come here
         return notes
 

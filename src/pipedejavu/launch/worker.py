@@ -57,8 +57,7 @@ def work(rank: int, size: int, launched: WorkerLaunch) -> None:
     with WorkerProcess(rank, size, launched) as process:
         folder, (program, forecast), store = process.folder, process.handover, process.store
         assert forecast is not None
-        members = members_of(store, rank, program)
-        start, watchdog = folder.start(), process.watchdog
+        start, watchdog, members = folder.start(), process.watchdog, members_of(store, rank, program)
         run = Rank(folder.options(), program, store, folder, start, watchdog, forecast, members=members)
         process.result = run.run(folder.checkpoint_dir).pack()
         process.code = STOPPED if run.is_stopped else 0
@@ -118,9 +117,8 @@ class Rank:
         self.step = start.step
         self.ends_s: list[float] = []
         """When each round ended."""
-        halts = PrefixStore("halt", store)
-        lead, is_dead = self.members.lead, self.members.is_dead
-        self.stop_signal = StopSignal(halts, self.rank, len(program.workers), lead, is_dead)
+        halts, lead = PrefixStore("halt", store), self.members.lead
+        self.stop_signal = StopSignal(halts, self.rank, len(program.workers), lead, self.members.is_dead)
         self.stop_signal.obey()
         self.collector: MetricsCollector | None = None
         self.throughput: ThroughputMonitor | None = None
@@ -187,8 +185,7 @@ class Rank:
             self.progress.note(f"wires: {wires}" + (f"; {said}" if said else ""))
         rank.handlers.notice = self.watchdog.notice
         self.reporter.follow(rank.handlers.log)
-        updates = range(self.start.step, self.options.steps, self.program.plan.steps)
-        rounds = rank.rounds(updates, self.members.open)
+        rounds = rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps), self.members.open)
         for update, spans in self._first_timed(rounds):
             if not self.after_round(update, rank.handlers, spans):
                 break
