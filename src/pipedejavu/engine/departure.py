@@ -6,7 +6,6 @@ is one message, which arrives whole or not at all. The server notes the last upd
 
 from collections.abc import Sequence
 
-from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.job import Applied, Log, Read
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program
@@ -15,12 +14,12 @@ from pipedejavu.program import Program
 def outlives_workers(program: Program) -> bool:
     """Whether the server of a program, its last worker, goes on if another worker dies.
 
-    Every replica is one worker that pushes one piece to one server, in memory that they share.
+    Every replica is one worker that pushes one piece to one server, in the host's memory.
     """
     plan = program.plan
     has_server = plan.reduce.wire == "server" and plan.reduce.gate == "lock" and plan.place.servers == 1
     is_alone = len(program.workers) == program.num_replicas + 1 and len(program.pieces) == 1
-    return has_server and is_alone and device_of(program, len(program.workers) - 1) == CPU
+    return has_server and is_alone and program.machine.device(program.devices[-1]).type == "cpu"
 
 
 def replica_of(program: Program, worker: int) -> int:
@@ -45,5 +44,5 @@ def last_updates(program: Program, logs: Sequence[Log]) -> dict[int, int]:
     """Returns the last update of each replica that has left; raises InputError if the plan outlives no worker."""
     left = {replica: last for log in logs for replica, last in log.left.items()}
     if left and not outlives_workers(program):
-        raise InputError(f"replicas {sorted(left)} left the run, and plan '{program.plan.name}' goes on without none")
+        raise InputError(f"replica {min(left)} left the run, and plan '{program.plan.name}' goes on without none")
     return left
