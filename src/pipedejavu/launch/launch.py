@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import wait
@@ -172,10 +172,8 @@ def _wait(
                 is_switched = _are_stopped(codes) and not number and folder.switch.exists()
                 if is_switched or time.monotonic() > last_s or _are_stopped(codes, number):
                     return 0 if is_switched else number or signal.SIGTERM
-                obituary.note(codes)
-                needed = (code for rank, code in enumerate(codes) if rank not in obituary.workers)
-                if any(code not in (None, 0, STOPPED) for code in needed):
-                    raise _failure(folder, store, processes, obituary.workers)
+                if any(code not in (None, 0, STOPPED) for code in obituary.note(codes)):
+                    raise _failure(folder, store, processes, obituary)
                 if None not in codes:
                     return None
                 if missed := heartbeat_monitor.missed(rank for rank, code in enumerate(codes) if code is None):
@@ -193,7 +191,7 @@ def _are_stopped(codes: Sequence[int | None], number: int = 0) -> bool:
     return is_killed or (None not in codes and STOPPED in codes)
 
 
-def _failure(folder: RunFolder, store: Store, processes: Sequence[Any], outlived: Collection[int]) -> BaseException:
+def _failure(folder: RunFolder, store: Store, processes: Sequence[Any], obituary: Obituary) -> BaseException:
     """Returns the error to raise, after giving processes a second to end by themselves.
 
     An outlived worker is its cause only if no other was killed.
@@ -204,8 +202,8 @@ def _failure(folder: RunFolder, store: Store, processes: Sequence[Any], outlived
     codes = [process.exitcode for process in processes]
     if -signal.SIGINT in codes:
         return KeyboardInterrupt()
-    others = [0 if rank in outlived else code for rank, code in enumerate(codes)]
-    error = read_failure(store, others if min(code or 0 for code in others) < 0 else codes)
+    needed = obituary.needed(codes)
+    error = read_failure(store, needed if min(code or 0 for code in needed) < 0 else codes)
     if isinstance(error, ShortageError):
         return error
     return type(error)(with_rest(str(error), folder.checkpoint_dir.steps()))

@@ -214,13 +214,18 @@ class Obituary:
         self.workers: set[int] = set()
         """The workers that have died so far and that the others outlive."""
 
-    def note(self, codes: Sequence[int | None]) -> None:
-        """Looks at the exit codes of all workers; None is that of one which runs."""
+    def note(self, codes: Sequence[int | None]) -> list[int | None]:
+        """Looks at the exit codes of all workers, None for one that runs; returns those that the run depends on."""
         for worker, code in enumerate(codes):
             is_killed = code is not None and code < 0 and code != -signal.SIGINT
             if is_killed and worker not in self.workers and self._is_outlived(worker, codes):
                 self.workers.add(worker)
                 self.store.set(f"dead/{worker}", json.dumps([-(code or 0), time.time()]))
+        return self.needed(codes)
+
+    def needed(self, codes: Sequence[int | None]) -> list[int | None]:
+        """Returns the exit codes with 0 for each worker that the others outlive."""
+        return [0 if worker in self.workers else code for worker, code in enumerate(codes)]
 
     def _is_outlived(self, worker: int, codes: Sequence[int | None]) -> bool:
         """Whether the server and another worker still run."""

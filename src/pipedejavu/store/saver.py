@@ -1,9 +1,9 @@
 """Writes checkpoints in the background while training goes on: each rank its shard file, the lead also the manifest.
 
 Ranks report what they wrote through a key-value store, so that only the lead's saver waits for the others; the lead is
-rank 0 unless the caller says otherwise. If a write
-fails the run loses that checkpoint and goes on: the reason is reported, and earlier checkpoints stay. The last
-checkpoint of a run is retried for a while, and then written to another disk.
+rank 0 unless the caller says otherwise. If a write fails the run loses that checkpoint and goes on: the reason is
+reported, and earlier checkpoints stay. The last checkpoint of a run is retried for a while, and then written to another
+disk.
 """
 
 import json
@@ -178,10 +178,11 @@ class Saver:
             reason = self._complete(checkpoint_dir, step, reports, about)
             if not is_last:
                 break
-            if reason and not until_s:
+            is_retried = bool(reason) and not any(map(self.is_dead, self._others))
+            if is_retried and not until_s:
                 until_s = time.monotonic() + PATIENCE_S
                 self.tell(f"the checkpoint of step {step} was not saved: {reason}; trying for {PATIENCE_S:.0f} s")
-            retry_dir = self._retry_dir(checkpoint_dir, until_s, reports) if reason else None
+            retry_dir = self._retry_dir(checkpoint_dir, until_s, reports) if is_retried else None
             for rank in self._others:
                 self.key_store.set(f"{step}/again/{rank}", str(retry_dir.path) if retry_dir else "")
             if retry_dir is None:
