@@ -79,9 +79,8 @@ OUTLIVED = """
 ## A server that outlives its workers
 
 The same model and steps under `{plan}` with {workers} workers and a server, and `--audit`; one worker is killed, at a
-random call. *Went on*: to the end in the same run, and the audit of the recorded pushes passed. *Every step* and *named*
-as above.
-*Longest without a step*: between the losses of any two steps.
+random call. *Went on*: to the end in the same run, and the audit of the recorded updates passed. *Every step*, *named*:
+as above. *Longest without a step*: between the losses of any two steps.
 
 | fault | injected | went on | every step | named | longest without a step, median (most) |
 |---|---|---|---|---|---|"""

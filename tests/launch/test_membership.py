@@ -88,7 +88,7 @@ def test_the_others_train_on_as_the_log_says(processes, tmp_path) -> None:
         tmp_path,
     )
     assert code == 0, err
-    assert "saved without replica 0 after update 7 and replica 1 after update 12" in err
+    assert "had died when the checkpoint was saved (of replica 0 after update 7, of replica 1 after update 12)" in err
     rows = RunFolder(tmp_path / "run").rows()
     assert [row["count"] for row in rows if row.get("step", 0) > STEPS] == [SAMPLES * WORKERS] * 5
     manifest = CheckpointDir(tmp_path / "run" / "checkpoints").newest(pytest.fail).manifest

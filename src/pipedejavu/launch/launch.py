@@ -143,7 +143,7 @@ def run_workers(
         return results
     if not number:
         return None
-    if results:
+    if any(result.is_lead for result in results):
         folder.adopt(lead_of(results).facts["pending"])
         folder.write_pending()
     raise stopped(folder, number)

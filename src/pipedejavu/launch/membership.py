@@ -61,12 +61,12 @@ class Departure(NamedTuple):
 
 def describe_left(left: Mapping[int, int]) -> str:
     """Returns a sentence on the replicas that had left when a checkpoint was saved, for a run that goes on from it."""
-    replicas = " and ".join(f"replica {replica} after update {update}" for replica, update in sorted(left.items()))
-    return f"the checkpoint was saved without {replicas}, which died; its worker begins with the weights of the server"
+    replicas = ", ".join(f"of replica {replica} after update {update}" for replica, update in sorted(left.items()))
+    return f"workers had died when the checkpoint was saved ({replicas}); they begin with the weights of the server"
 
 
 class AllRanks:
-    """The ranks of a run that ends with the first of them; rank 0 leads."""
+    """The ranks of a run that ends with the first of them to die; rank 0 leads."""
 
     lead = 0
     dead: frozenset[int] = frozenset()
@@ -117,7 +117,7 @@ class LivingRanks:
 
     @property
     def dead(self) -> frozenset[int]:
-        """The ranks that were dead when all others met last."""
+        """The ranks whose replicas have left."""
         return frozenset(worker for worker, replica in self.replicas.items() if replica in self.left)
 
     def follow(self, run: RankRun) -> None:
@@ -154,7 +154,8 @@ class LivingRanks:
     def facts(self, update: int) -> dict[str, Any]:
         """Returns what a checkpoint keeps, on the lead: who has left, and how many updates the server has made."""
         served = sum(self.served.values())  # a server that outlives its workers has one piece
-        return {"left": self.left, "served": served} if served != update * len(self.replicas) else {}
+        is_usual = not self.left and served == update * len(self.replicas)
+        return {} if is_usual else {"left": self.left, "served": served}
 
     def departures(self, steps: int) -> Iterator[Departure]:
         """Yields, on the lead, each worker that has died since the last call, in a run of so many steps."""

@@ -127,12 +127,12 @@ class StopSignal:
         if not self._is_ready:
             self._is_ready = True
             self.store.set(f"ready/{self.rank}", "")
-        if self.at is None and self.rank == self.lead and all(map(self._has_no_say, range(self.size))):
+        if self.at is None and self.rank == self.lead and all(map(self._has_agreed, range(self.size))):
             self.store.set("stop", str(update + 2 * steps))
         if self.at is None and self.store.check(["stop"]):
             self.at = int(self.store.get("stop"))
         return self.at is not None and update >= self.at
 
-    def _has_no_say(self, rank: int) -> bool:
-        """Whether a rank polls at the end of every round, or is dead."""
+    def _has_agreed(self, rank: int) -> bool:
+        """Whether a rank polls at the end of every round, or is dead and need not."""
         return self.store.check([f"ready/{rank}"]) or self.is_dead(rank)

@@ -31,6 +31,11 @@ class WorkerResult(NamedTuple):
         counts = dict.fromkeys(("peak_live", "peak_versions", "peak_bytes", "base_bytes"), 0)
         return cls({}, {}, {**counts, "spans": [], "events": [], "skipped": {}, "left": {}, "is_dead": True})
 
+    @property
+    def is_lead(self) -> bool:
+        """Whether the worker led the run: its result has what all share."""
+        return "names" in self.facts
+
     def pack(self) -> bytes:
         """Returns the result in safetensors format."""
         flat = {f"{_OTHER}/{name}": tensor for name, tensor in self.others.items()}
@@ -64,8 +69,8 @@ class WorkerResult(NamedTuple):
 
 
 def lead_of(results: Sequence[WorkerResult]) -> WorkerResult:
-    """Returns the result of the worker that led the run, which has what all share."""
-    return next(result for result in results if "names" in result.facts)
+    """Returns the result of the worker that led the run."""
+    return next(result for result in results if result.is_lead)
 
 
 def _copied(tensor: Tensor) -> Tensor:
