@@ -178,7 +178,7 @@ def _wait(
                     return None
                 if missed := heartbeat_monitor.missed(rank for rank, code in enumerate(codes) if code is None):
                     raise WorkerError(with_rest(f"{missed}; all others were stopped", folder.checkpoint_dir.steps()))
-                # By `codes`, as one that has ended since then is not to be waited for without its sentinel.
+                # All that ran when `codes` was read: one that has ended since then must wake this wait.
                 wait([process.sentinel for process, code in zip(processes, codes, strict=True) if code is None], POLL_S)
         finally:
             for process in processes:
