@@ -101,7 +101,7 @@ class Attempt:
             if is_faulty
             else "from pipedejavu.cli.main import main as m; m()"
         )
-        sizes = ("--plan", f"preset:{plan}", "--workers", "2", "--samples", "3", *PLANS[plan])
+        sizes = ("--plan", f"preset:{plan}", "--workers", "2", "--samples", "3", *PLANS.get(plan, ()))
         given = ("--data", "random:64", "--lr", "0.01", "--steps", str(STEPS), "--checkpoint-every", str(EVERY))
         start: tuple[str, ...] = (sys.executable, "-c", code)
         (self.folder / "start.py").write_text(code)

@@ -32,7 +32,7 @@ PHASES: dict[str, tuple[type, str, int]] = {
     "send": (RankWire, "send", 30),
     "update": (Applier, "update", 15),
     "data": (SampleOrder, "inputs", 30),
-    "saving a part": (Saver, "_write_part", 3),
+    "saving a part": (Saver, "_write_shard", 3),
     "naming a checkpoint": (CheckpointDir, "commit", 3),
 }
 """Where a fault happens in a worker: a method, and within how many of its calls."""

@@ -35,6 +35,7 @@ from fault_change import STEPS as CHANGE_STEPS
 from fault_checkpoint import checkpoints_alone
 from fault_fork import ForkServer
 from fault_run import EVERY, FAULTS, FORKS, HANG_S, PLANS, STEPS, Fault, NotHereError, Result, inject, undisturbed
+from fault_server import PLAN, SERVER_PHASES, WORKERS, Outlived, lose_worker
 from fault_worker import STEP_S
 from safetensors.torch import load_file
 
@@ -73,6 +74,16 @@ others.
 
 | fault | injected | went on | difference | without a step, median (most) |
 |---|---|---|---|---|"""
+
+OUTLIVED = """
+## A server that outlives its workers
+
+The same model and steps under `{plan}` with {workers} workers and a server, and `--audit`; one worker is killed, at a
+random call. *Went on*: to the end in the same run, and the audit of the recorded updates passed. *Every step*, *named*:
+as above. *Longest without a step*: between the losses of any two steps.
+
+| fault | injected | went on | every step | named | longest without a step, median (most) |
+|---|---|---|---|---|---|"""
 
 ALONE, MACHINES = "Checkpoints alone", "machines"
 
@@ -136,6 +147,11 @@ def tasks(kept: Kept, runs: int, only: str) -> Iterator[Callable[[], None]]:
             luck = random.Random(f"{name}/{number}")
             kept.add(name, number, change(name, Path(folder), luck, kept.expected(f"sgd-{CHANGE_STEPS[name]}")))
 
+    def outlived(name: str, number: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            luck = random.Random(f"{PLAN}/{name}/{number}")
+            kept.add(f"{PLAN}: {name}", number, lose_worker(name, Path(folder), luck))
+
     def elastic(number: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             luck = random.Random(f"elastic/{number}")
@@ -150,18 +166,27 @@ def tasks(kept: Kept, runs: int, only: str) -> Iterator[Callable[[], None]]:
         for name in CHANGE_STEPS:
             if is_due(name, number):
                 yield lambda name=name, number=number: changed(name, number)  # type: ignore[misc]
+        for name in SERVER_PHASES:
+            if is_due(f"{PLAN}: {name}", number):
+                yield lambda name=name, number=number: outlived(name, number)  # type: ignore[misc]
         if is_due(ELASTIC[1], number):
             yield lambda number=number: elastic(number)  # type: ignore[misc]
 
 
-def inject_all(kept: Kept, runs: int, kills: int, jobs: int, only: str) -> None:
-    """Injects what has not been injected yet, as far as time allows."""
+def train_references(kept: Kept) -> None:
+    """Trains the undisturbed runs."""
     for plan in PLANS:
         kept.train(plan, plan)
     with suppress(NotHereError):
         kept.train("1f1b on two hosts", "1f1b", has_hosts=True)
     for steps in {*CHANGE_STEPS.values(), ELASTIC_STEPS}:
         kept.train(f"sgd-{steps}", "ddp", "--steps", str(steps), "--optimizer", "sgd")
+
+
+def inject_all(kept: Kept, runs: int, kills: int, jobs: int, only: str) -> None:
+    """Injects what has not been injected yet, as far as time allows."""
+    if not only.startswith(PLAN):  # an audit needs no undisturbed run
+        train_references(kept)
 
     def guarded(task: Callable[[], None]) -> None:
         if time.monotonic() > kept.last_s:
@@ -201,6 +226,15 @@ def describe_change(name: str, results: Sequence[Changed]) -> str:
     return f"| {name} | {counts} | {difference:.1g} | {median(times):.1f} s ({max(times):.1f} s) |"
 
 
+def describe_outlived(name: str, results: Sequence[Outlived]) -> str:
+    """Returns a row of the third table."""
+    if not results:
+        return f"| {name} | 0 | – | – | – | – |"
+    claims = [[r.went_on for r in results], [r.has_all_steps for r in results], [r.is_named for r in results]]
+    counts, times = " | ".join(map(str, (len(results), *map(sum, claims)))), [r.longest_s for r in results]
+    return f"| {name} | {counts} | {median(times):.1f} s ({max(times):.1f} s) |"
+
+
 def main() -> int:
     """Injects all and prints the page."""
     parser = argparse.ArgumentParser()
@@ -231,6 +265,9 @@ def main() -> int:
     print(*(describe(fault, results) for fault, results in rows.items()), sep="\n")
     print(CHANGED.format(elastic=ELASTIC_STEPS))
     print(*(describe_change(name, results) for name, results in changes.items()), sep="\n")
+    print(OUTLIVED.format(plan=PLAN, workers=WORKERS))
+    outlived = {name: [Outlived(*found) for found in kept.of(f"{PLAN}: {name}")] for name in SERVER_PHASES}
+    print(*(describe_outlived(name, results) for name, results in outlived.items()), sep="\n")
     print(
         f"\n## {ALONE}\n\n| fault | injected | result |\n|---|---|---|",
         *kept.results.get(ALONE, {}).get("0", ()),
@@ -238,7 +275,8 @@ def main() -> int:
     )
     is_sound = all(r.is_equal and r.has_all_steps and r.is_named for results in rows.values() for r in results)
     went_on = all(r.has_all_steps for results in changes.values() for r in results)
-    return 0 if is_sound and went_on and not kept.num_failed else 1
+    is_outlived = all(r.went_on and r.has_all_steps and r.is_named for results in outlived.values() for r in results)
+    return 0 if is_sound and went_on and is_outlived and not kept.num_failed else 1
 
 
 if __name__ == "__main__":

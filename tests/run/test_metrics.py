@@ -101,6 +101,23 @@ def test_reports_come_while_the_run_continues(collector) -> None:
         assert rows(collector)[0]["step"] == 1
 
 
+def test_an_update_does_not_wait_for_a_worker_that_died_but_has_what_it_reported(collector) -> None:
+    store, logs = HashStore(), (Log(), Log())
+    reporters = [MetricsReporter(store, rank, Pairs(), CPU, None) for rank in range(2)]
+    for reporter, log in zip(reporters, logs, strict=True):
+        reporter.follow(log)
+    logs[0].losses.update({0: 3.0, 2: 9.0, 4: 2.0})
+    logs[1].losses.update({1: 5.0})
+    reporters[0].send()
+    collector.take_all(store)
+    assert rows(collector) == []
+    reporters[1].send()  # its last report, which nobody has taken when it is known to be dead
+    collector.leave_out([1])
+    collector.take_all(store)
+    told = [(row["step"], row["loss"], row["count"], row["samples"]) for row in rows(collector)]
+    assert told == [(1, 2.0, 4, 4), (2, 4.5, 2, 2), (3, 1.0, 2, 2)]
+
+
 def test_the_progress_says_all_that_is_known(capsys) -> None:
     with Progress(2, "tokens", 1.0) as progress:
         progress.report(1, 0.5, 10, Memory(3 << 20, 0), 1.0)

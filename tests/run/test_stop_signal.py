@@ -63,3 +63,16 @@ def test_a_rank_hears_what_another_was_asked() -> None:
     while not second.asked.is_set() and time.monotonic() < started_s + 60:
         second.listen()
     assert second.asked.is_set()
+
+
+def test_the_lead_stops_all_without_a_rank_that_is_dead() -> None:
+    store, dead = HashStore(), set[int]()
+    halts = [StopSignal(store, rank, 3, lead=2, is_dead=dead.__contains__) for rank in range(3)]
+    halts[2].asked.set()
+    for update in (4, 8):  # rank 1 does not come
+        for halt in (halts[0], halts[2]):
+            halt.listen()
+            assert not halt.is_due(update, 4)
+    dead.add(1)
+    assert not halts[2].is_due(12, 4)
+    assert [(halt.is_due(16, 4), halt.is_due(20, 4)) for halt in (halts[0], halts[2])] == [(False, True)] * 2

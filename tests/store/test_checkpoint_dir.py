@@ -76,6 +76,37 @@ def test_parts_of_several_ranks_become_one_checkpoint(tmp_path: Path) -> None:
     assert same(found.tensors(names), tensors)
 
 
+def test_a_checkpoint_waits_for_no_rank_that_is_absent_and_is_lost_with_one_that_dies(tmp_path: Path) -> None:
+    checkpoint_dir, store, dead = CheckpointDir(tmp_path), torch.distributed.HashStore(), {0}
+    told, tensors = list[str](), state()
+    names = sorted(tensors)
+    savers = [
+        Saver(checkpoint_dir, rank=rank, store=(store, 3), tell=told.append, lead=2, is_dead=dead.__contains__)
+        for rank in range(3)
+    ]
+
+    def save_at(step: int, *ranks: int) -> None:
+        for n, rank in enumerate(ranks):
+            mine = {name: tensors[name] for name in names[n :: len(ranks)]}
+            savers[rank].save(step, mine, lambda: {"samples": 0}, absent=(0,))
+        for rank in ranks:
+            savers[rank].wait()
+
+    save_at(1, 1, 2)
+    assert told == []
+    dead.add(1)
+    save_at(2, 2)
+    assert told == [
+        "the checkpoint of step 2 was not saved: worker 1 died before it had written its part; training goes on, and"
+        " the last one is of step 1"
+    ]
+    found = checkpoint_dir.newest(pytest.fail)
+    assert found is not None
+    assert found.step == 1
+    assert sorted(found.manifest.parts) == ["part-00001.safetensors", "part-00002.safetensors"]
+    assert same(found.tensors(names), tensors)
+
+
 def test_the_newest_two_and_the_best_stay(tmp_path: Path) -> None:
     checkpoint_dir = CheckpointDir(tmp_path)
     for step, loss in enumerate((3.0, 1.0, 2.0, 2.5, 2.2, None), start=1):

@@ -84,7 +84,7 @@ def _check(handlers: Handlers, state: Tensors) -> None:
 def _share(handlers: Handlers) -> Tensors:
     """Returns this worker's share of the state that is not divided over replicas, without copies."""
     share: Tensors = handlers.scale.saved() if handlers.index == 0 else {}
-    weights, holders_of = held_weights(handlers), _holders(handlers.program)
+    weights, holders_of = held_weights(handlers), _holders(handlers)
     for key, runner in handlers.runners.items():
         piece, replica = key
         for number, name in enumerate(runner.initial if key in weights else ()):
@@ -118,7 +118,7 @@ def _sharded(handlers: Handlers) -> Tensors:
 
 def _gathered(handlers: Handlers) -> Iterator[tuple[str, Tensor]]:
     """Yields what this worker saves of the state that is divided; all workers gather it together."""
-    holders_of = _holders(handlers.program)
+    holders_of = _holders(handlers)
     for key in sorted(handlers.sharded):
         mine = [
             name
@@ -152,7 +152,7 @@ def _joined(handlers: Handlers, key: tuple[int, int], holders: list[tuple[int, i
 
 def final_buffers(handlers: Handlers) -> Tensors:
     """Returns the buffers of the pieces that a worker holds, by name, of the first replica only."""
-    holders_of = _holders(handlers.program)
+    holders_of = _holders(handlers)
     return {
         name: buffer
         for piece, replica in handlers.runners
@@ -363,12 +363,13 @@ def _form(tensor: Tensor) -> str:
     return "×".join(map(str, tensor.shape)) or "a number"
 
 
-def _holders(program: Program) -> dict[int, list[tuple[int, int]]]:
-    """Returns the (replica, worker) pairs that hold each piece, in order."""
+def _holders(handlers: Handlers) -> dict[int, list[tuple[int, int]]]:
+    """Returns the (replica, worker) pairs that hold each piece, in order, without replicas that have left."""
     holders: dict[int, list[tuple[int, int]]] = {}
-    for worker in range(len(program.workers)):
-        for piece, replica in pieces_of(program, worker):
-            holders.setdefault(piece, []).append((replica, worker))
+    for worker in range(len(handlers.program.workers)):
+        for piece, replica in pieces_of(handlers.program, worker):
+            if replica not in handlers.log.left:
+                holders.setdefault(piece, []).append((replica, worker))
     return {piece: sorted(pairs) for piece, pairs in holders.items()}
 
 

@@ -163,6 +163,8 @@ class Log:
     """The summed loss of each microbatch, on the worker that has the last piece."""
     skipped: dict[int, str] = field(default_factory=dict)
     """Steps whose update was skipped, with the reason, on the worker that found the fault."""
+    left: dict[int, int] = field(default_factory=dict)
+    """Replicas whose worker has died while the others go on, with the last of their updates."""
     noted_s: dict[int, float] = field(default_factory=dict, compare=False)
     """When each loss was known, by the clock of its process."""
     peak_live: int = 0

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from pipedejavu.analysis.verify import promised_versions
+from pipedejavu.engine.departure import last_updates
 from pipedejavu.engine.job import Applied, Batches, Log, Masked, Read, Reread, Scored
 from pipedejavu.engine.score import kept
 from pipedejavu.facts import InputError
@@ -54,7 +55,7 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
                     raise InputError(f"the run gave gradients a coefficient other than {most}: {event}")
         if plan.reduce.combiner == "score-trim":
             _check_trusted(program, batches, log)
-    _check_complete(program, updates)
+    _check_complete(program, updates, last_updates(program, logs))
 
 
 def _check_reread(program: Program, event: Reread) -> None:
@@ -88,14 +89,15 @@ def _promised(program: Program, event: Read) -> tuple[int, int]:
     return before * program.plan.steps + low, before * program.plan.steps + high
 
 
-def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]]) -> None:
-    """Raises InputError unless every piece had all updates in order."""
+def _check_complete(program: Program, updates: dict[tuple[int, int], list[int]], left: dict[int, int]) -> None:
+    """Raises InputError unless every piece had all updates in order, those of a replica that left up to its last."""
     held = {key for worker in range(len(program.workers)) for key in program.held(worker)}
     if program.plan.reduce.combiner == "score-trim":  # one update of the server for all replicas
         held = {(piece, program.num_replicas) for piece, _ in held}
     last = max((max(versions) for key, versions in updates.items() if key in held), default=0)
     whole = -(-max(last, 1) // program.plan.steps) * program.plan.steps
     for piece, replica in sorted(held):
-        if updates[piece, replica] != [*range(1, whole + 1)]:
+        last = left.get(replica, whole)
+        if updates[piece, replica] != [*range(1, last + 1)]:
             versions = updates[piece, replica]
-            raise InputError(f"piece {piece} of replica {replica} had updates {versions}, not 1 to {whole} in order")
+            raise InputError(f"piece {piece} of replica {replica} had updates {versions}, not 1 to {last} in order")

@@ -1,7 +1,7 @@
 """Workers as processes under torch.distributed: runs one rank's worker of a program."""
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -53,15 +53,15 @@ class RankRun:
             worker = WorkerLoop(verify(program), rank, make_handlers(program, rank, job, batches, self.wire, compiler))
         self.worker, self.handlers = worker, worker.handlers
 
-    def rounds(self, updates: Iterable[int]) -> Iterator[RankRound]:
+    def rounds(self, updates: Iterable[int], meet: Callable[[], object] = dist.barrier) -> Iterator[RankRound]:
         """Runs a round from each of `updates`, and yields it when it has ended.
 
-        All ranks start the first round together. A rank starts its next round when the caller asks for it; the caller
-        may wait for the other ranks in between.
+        All ranks start the first round together, after they `meet`. A rank starts its next round when the caller asks
+        for it; the caller may wait for the other ranks in between.
         """
         if self.program.plan.keep.kind == "shared":
             _share_weights(self.handlers)
-        dist.barrier()
+        meet()
         last = updates[-1] if isinstance(updates, range) and updates else None
         for number, update in enumerate(updates):
             self.handlers.begin(update)

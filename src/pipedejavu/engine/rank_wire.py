@@ -3,7 +3,8 @@
 All ranks tell each other what they are, choose alike, and connect before the first round.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import combinations
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.nccl_wire import NcclWire
 from pipedejavu.engine.staged_wire import on_host, staged
 from pipedejavu.engine.summation_service import SummationService
-from pipedejavu.engine.wire import Key, ProcessWire, Wire
+from pipedejavu.engine.wire import Key, PeerLeftError, ProcessWire, Wire
 from pipedejavu.engine.wire_choice import WireKind, choose_group_wire, choose_wire
 from pipedejavu.engine.wire_end import describe_end, gather_ends, open_listener
 from pipedejavu.program import ActionKind, GroupRole, Program
@@ -20,7 +21,7 @@ from pipedejavu.runtime.cuda_ipc import find_device
 from pipedejavu.runtime.memory_channel import ReceiveEnd, SendEnd
 from pipedejavu.runtime.memory_group import MemoryGroup
 from pipedejavu.runtime.memory_slot import GpuEnds
-from pipedejavu.runtime.peer_socket import Address, PeerListener, PeerSocket, connect_all
+from pipedejavu.runtime.peer_socket import Address, LostPeerError, PeerListener, PeerSocket, connect_all
 from pipedejavu.runtime.traffic import Counts, even_counts
 
 Edge = tuple[int, int]
@@ -33,6 +34,10 @@ class RankWire:
     def __init__(self, program: Program, rank: int):
         """Connects this rank to the others; all ranks call it together."""
         self.rank, self.device = rank, device_of(program, rank)
+        self.outlives_peers = False
+        """Whether this rank goes on if a process at the other end of a channel dies."""
+        self._lost: set[int] = set()
+        """Ranks that have died and that this one outlives."""
         listener = open_listener()
         self.ends = gather_ends(describe_end(self.device, listener))
         members = _members(program)
@@ -117,7 +122,8 @@ class RankWire:
         kind = self._kind(self.rank, to)
         if kind.is_in_memory:
             is_staged = kind == WireKind.SHARED_MEMORY and self.device != CPU
-            self.senders[to].send(on_host(tensors, self.device) if is_staged else tensors)
+            with self._outliving(to):
+                self.senders[to].send(on_host(tensors, self.device) if is_staged else tensors)
         elif kind == WireKind.NCCL:
             self.nccl.send(tensors, to, key)
         else:
@@ -129,10 +135,13 @@ class RankWire:
             self._staged.expect(source, key)
 
     def receive(self, source: int, key: Key) -> tuple[Tensor, ...]:
-        """Returns the next tensors from a rank, on this rank's device."""
+        """Returns the next tensors from a rank, on this rank's device.
+
+        Raises PeerLeftError if its process has died and this rank outlives it.
+        """
         kind = self._kind(source, self.rank)
         if kind.is_in_memory:
-            received = self.receivers[source].receive()
+            received = self._receive_in_memory(source)
             is_staged = kind == WireKind.SHARED_MEMORY and self.device != CPU
             return tuple(t.to(self.device, non_blocking=True) for t in received) if is_staged else received
         return self.nccl.receive(source, key) if kind == WireKind.NCCL else self._staged.receive(source, key)
@@ -219,9 +228,31 @@ class RankWire:
 
     def flush(self) -> None:
         """Waits until all sends are complete."""
-        for sender in self.senders.values():
-            sender.flush()
+        for to, sender in self.senders.items():
+            with self._outliving(to):
+                sender.flush()
         self._staged.flush()
+
+        for lost in self._lost & self.senders.keys():
+            self.senders.pop(lost).close()
+        for lost in self._lost & self.receivers.keys():
+            self.receivers.pop(lost).close()
+
+    def _receive_in_memory(self, source: int) -> tuple[Tensor, ...]:
+        with self._outliving(source):
+            if source not in self._lost or source in self.receivers:
+                return self.receivers[source].receive()
+        raise PeerLeftError
+
+    @contextmanager
+    def _outliving(self, peer: int) -> Iterator[None]:
+        """Goes on if a process at the other end has died and this rank outlives it; notes that it is lost."""
+        try:
+            yield
+        except LostPeerError:
+            if not self.outlives_peers:
+                raise
+            self._lost.add(peer)
 
     def stop(self) -> None:
         """Does nothing: peers notice that this process ends."""

@@ -40,6 +40,10 @@ class WireStoppedError(Exception):
     """Another worker has failed, so this one stops."""
 
 
+class PeerLeftError(Exception):
+    """The worker at the other end has died, and this one goes on without it."""
+
+
 class Wire(Protocol):
     """One worker's end of all channels and groups."""
 

@@ -15,8 +15,9 @@ from pipedejavu.engine.action_lane import ActionEvent, ActionLane, make_lane
 from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.round_end import add_unpulled_waves, send_first_weights
+from pipedejavu.engine.wire import PeerLeftError
 from pipedejavu.facts import Span
-from pipedejavu.program import ActionKind
+from pipedejavu.program import Action, ActionKind
 from pipedejavu.runtime.lane_event import ClockOrigin
 
 JOIN_S = 0.1
@@ -96,6 +97,7 @@ class WorkerLoop:
         return [
             Span(self.index, lane, action, *self.marks[position].times_s(origin))
             for position, (lane, action) in enumerate(self.names)
+            if position in self.marks  # not what a server has left out
         ]
 
     def _finish(self) -> None:
@@ -155,15 +157,27 @@ class WorkerLoop:
 
     def _do(self, lane: ActionLane, position: int) -> None:
         name, action = self.names[position]
-        self.handlers.notice(name, action)
-        for before in self.waits[position]:
-            lane.wait(self.marks[before])
-        self.marks[position] = lane.run(self.handlers.do, self.worker.actions[position])
-        self.handlers.notice(name, "")
+        a = self.worker.actions[position]
+        if not self._is_left_out(a):
+            self.handlers.notice(name, action)
+            for before in self.waits[position]:
+                lane.wait(self.marks[before])
+            try:
+                self.marks[position] = lane.run(self.handlers.do, a)
+            except PeerLeftError:
+                self.handlers.log.left[a.replica] = self.handlers.first_version + a.version
+            self.handlers.notice(name, "")
         if position in self.done:
             self.done[position].set()
             for name in self.sent_by.get(position, ()):
                 self._go_on(name)
+
+    def _is_left_out(self, a: Action) -> bool:
+        """Whether an action of a server belongs to a push that never comes, as the worker of its replica has died."""
+        if not (left := self.handlers.log.left) or a.replica not in left:
+            return False
+        update = a.version + (a.kind == ActionKind.RECV)  # a push has the number of the weights that it was made with
+        return self.handlers.first_version + update > left[a.replica]
 
     def _guarded(self, call: Callable[[str], None], name: str) -> None:
         try:

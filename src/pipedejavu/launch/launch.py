@@ -23,12 +23,13 @@ from pipedejavu.health.watchdog import HeartbeatMonitor, HeartbeatPage
 from pipedejavu.launch.backend import REMEDY, RunSetup, Task
 from pipedejavu.launch.handover import Handover, RunForecast
 from pipedejavu.launch.loopback_store import serve_store
+from pipedejavu.launch.membership import Obituary
 from pipedejavu.launch.worker import work
 from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess
 from pipedejavu.planner.replan import relieve
 from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.stop_signal import GRACE_S, STOPPED, on_stop, stopped
-from pipedejavu.run.worker_result import WorkerResult
+from pipedejavu.run.worker_result import WorkerResult, lead_of
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.task import prepare
 
@@ -72,8 +73,8 @@ class ProcessBackend:
         run_workers(folder, size, setup.options.hang_after_s, partial(_run_task, task), Handover(setup.program))
 
     def finish(self, folder: RunFolder) -> list[WorkerResult]:
-        """Returns the results, once the folder has taken over what the first worker could not write."""
-        folder.adopt(self._results[0].facts["pending"])
+        """Returns the results, once the folder has taken over what the lead could not write."""
+        folder.adopt(lead_of(self._results).facts["pending"])
         return self._results
 
 
@@ -111,7 +112,8 @@ def run_workers(
 
     Returns their results, or None if the run switches plans. Workers exchange everything through memory, so a full
     disk cannot stop them. On SIGTERM or SIGHUP they finish an update and save it within a grace period, and
-    StoppedError is raised. A worker without a heartbeat for `silent_s` ends the run.
+    StoppedError is raised. A worker without a heartbeat for `silent_s` ends the run. The results have an empty one for
+    each worker that died while the others went on.
     """
     if START.seconds and not START.is_over:
         folder.add_metrics({"start": START.of_process()})
@@ -127,8 +129,13 @@ def run_workers(
             context = start_processes(  # type: ignore[no-untyped-call]
                 entry or work, args=(size, launched), nprocs=size, join=False, start_method="spawn"
             )
-        number = _wait(folder, context.processes, store, heartbeat_monitor)
-        results = [WorkerResult.unpack(load_file(file.path)) for file in outputs if file.size_bytes]
+        obituary = Obituary(store)
+        number = _wait(folder, context.processes, store, heartbeat_monitor, obituary)
+        results = [
+            WorkerResult.unpack(load_file(file.path)) if file.size_bytes else WorkerResult.of_dead()
+            for rank, file in enumerate(outputs)
+            if file.size_bytes or rank in obituary.workers
+        ]
     finally:
         for file in (page, program, *outputs):
             file.close()
@@ -136,13 +143,19 @@ def run_workers(
         return results
     if not number:
         return None
-    if results:
-        folder.adopt(results[0].facts["pending"])
+    if any(result.is_lead for result in results):
+        folder.adopt(lead_of(results).facts["pending"])
         folder.write_pending()
     raise stopped(folder, number)
 
 
-def _wait(folder: RunFolder, processes: Sequence[Any], store: Store, heartbeat_monitor: HeartbeatMonitor) -> int | None:
+def _wait(
+    folder: RunFolder,
+    processes: Sequence[Any],
+    store: Store,
+    heartbeat_monitor: HeartbeatMonitor,
+    obituary: Obituary,
+) -> int | None:
     """Waits for workers and kills what is left; returns the signal that stopped them, 0 for a plan switch, or None."""
     last_s, number = math.inf, 0
 
@@ -159,13 +172,14 @@ def _wait(folder: RunFolder, processes: Sequence[Any], store: Store, heartbeat_m
                 is_switched = _are_stopped(codes) and not number and folder.switch.exists()
                 if is_switched or time.monotonic() > last_s or _are_stopped(codes, number):
                     return 0 if is_switched else number or signal.SIGTERM
-                if any(code not in (None, 0, STOPPED) for code in codes):
-                    raise _failure(folder, store, processes)
+                if any(code not in (None, 0, STOPPED) for code in obituary.note(codes)):
+                    raise _failure(folder, store, processes, obituary)
                 if None not in codes:
                     return None
                 if missed := heartbeat_monitor.missed(rank for rank, code in enumerate(codes) if code is None):
                     raise WorkerError(with_rest(f"{missed}; all others were stopped", folder.checkpoint_dir.steps()))
-                wait([process.sentinel for process in processes if process.exitcode is None], POLL_S)
+                # All that ran when `codes` was read: one that has ended since then must wake this wait.
+                wait([process.sentinel for process, code in zip(processes, codes, strict=True) if code is None], POLL_S)
         finally:
             for process in processes:
                 process.kill()
@@ -178,15 +192,19 @@ def _are_stopped(codes: Sequence[int | None], number: int = 0) -> bool:
     return is_killed or (None not in codes and STOPPED in codes)
 
 
-def _failure(folder: RunFolder, store: Store, processes: Sequence[Any]) -> BaseException:
-    """Returns the error to raise, after giving processes a second to end by themselves."""
+def _failure(folder: RunFolder, store: Store, processes: Sequence[Any], obituary: Obituary) -> BaseException:
+    """Returns the error to raise, after giving processes a second to end by themselves.
+
+    An outlived worker is its cause only if no other was killed.
+    """
     last_s = time.monotonic() + 1.0
     for process in processes:
         process.join(max(0.0, last_s - time.monotonic()))
     codes = [process.exitcode for process in processes]
     if -signal.SIGINT in codes:
         return KeyboardInterrupt()
-    error = read_failure(store, codes)
+    needed = obituary.needed(codes)
+    error = read_failure(store, needed if min(code or 0 for code in needed) < 0 else codes)
     if isinstance(error, ShortageError):
         return error
     return type(error)(with_rest(str(error), folder.checkpoint_dir.steps()))

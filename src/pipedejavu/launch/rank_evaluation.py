@@ -1,6 +1,7 @@
 """When a rank evaluates, and what it evaluates: held-out samples, between two rounds, on all ranks together."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.unit_random import mixed
+from pipedejavu.engine.wire import PeerLeftError
 from pipedejavu.program import Program
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.runtime.evaluation_mode import evaluation_mode
@@ -46,14 +48,22 @@ class RankEvaluation:
         return self.order.samples(update) // size > self.order.samples(before) // size
 
     def run(self, update: int, handlers: Handlers, add_up: Callable[[Tensor], None]) -> EvaluatedStep:
-        """Evaluates the newest weights; all ranks call it together.
+        """Evaluates the newest weights; all ranks call it together, and begin again if a rank dies on the way."""
+        while True:
+            sums = torch.zeros(NUM_FIGURES, dtype=torch.float64)
+            with suppress(PeerLeftError):  # `add_up` raises it on all ranks
+                self._measure(handlers, sums)
+            with suppress(PeerLeftError):
+                add_up(sums)
+                break
+        epoch = self.order.samples(update) / len(self.order.task.data)
+        return EvaluatedStep(update, epoch, self.evaluation.result(sums.tolist()))
 
-        Replicas with the same weights share the microbatches.
-        """
+    def _measure(self, handlers: Handlers, sums: Tensor) -> None:
+        """Adds this rank's microbatches to the sums; replicas with the same weights share the microbatches."""
         evaluation, places = self.evaluation, RankPlaces(handlers)
         program, units = self.program, handlers.job.units
         replicas = [NewestWeights(program, units, [handlers], n) for n in final_replicas(program, units)]
-        sums = torch.zeros(NUM_FIGURES, dtype=torch.float64)
         modules = [module for _, module in evaluation.cut.units]
         with torch.no_grad(), preserve_rng(handlers.device), evaluation_mode(evaluation.task.model, *modules):
             for number in range(len(evaluation)):
@@ -64,6 +74,3 @@ class RankEvaluation:
                 if places.is_here(worker):
                     sums += evaluation.measure(number, output).cpu()
         places.finish()
-        add_up(sums)
-        epoch = self.order.samples(update) / len(self.order.task.data)
-        return EvaluatedStep(update, epoch, evaluation.result(sums.tolist()))

@@ -1,12 +1,13 @@
-"""What a rank checks while its worker runs: requests to stop, a disk that does not answer, and on rank 0 stragglers."""
+"""What a rank checks while its worker runs: requests to stop, a disk that does not answer; the lead also the others."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Self
 
+from pipedejavu.launch.membership import Departure
 from pipedejavu.planner.replan import Replanner
-from pipedejavu.run.metrics import INTERVAL_S
+from pipedejavu.run.metrics import INTERVAL_S, MetricsCollector
 from pipedejavu.run.run_folder import RunFolder
 from pipedejavu.run.stop_signal import StopSignal
 from pipedejavu.run.throughput import ThroughputMonitor
@@ -23,10 +24,16 @@ class RankMonitor:
         tell: Callable[[str], None],
         throughput: ThroughputMonitor | None = None,
         replanner: Replanner | None = None,
+        collector: MetricsCollector | None = None,
+        departures: Callable[[], Iterable[Departure]] = tuple,
     ):
-        """Rank 0 gives the throughput of all ranks, and a replanner if the run may switch plans."""
+        """The lead gives the throughput of all ranks, a replanner if the run may switch plans, and its collector.
+
+        `departures` returns the workers that have died since the last call.
+        """
         self.stop_signal, self.folder, self.tell = stop_signal, folder, tell
         self.throughput, self.replanner = throughput, replanner
+        self.collector, self.departures = collector, departures
         self._stuck_told_s = 0.0
         """How long the disk had not answered when the user was last told of it."""
         self._ended = threading.Event()
@@ -49,6 +56,7 @@ class RankMonitor:
         """Makes every check once."""
         self.stop_signal.listen()
         self._check_disk()
+        self.check_members()
         for straggler in self.throughput.stragglers() if self.throughput else ():
             self.tell(str(straggler))
             self.folder.add_metrics(
@@ -56,6 +64,14 @@ class RankMonitor:
             )
         if self.replanner:
             self.replanner.look()
+
+    def check_members(self) -> None:
+        """Tells of workers that have died while the others go on; the metrics do not wait for them."""
+        for departure in self.departures():
+            if self.collector:
+                self.collector.leave_out(departure.microbatches)
+            self.folder.add_metrics(departure.row())
+            self.tell(str(departure))
 
     def _check_disk(self) -> None:
         if (stuck_s := self.folder.stuck_s()) > self._stuck_told_s + SLOW_S:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from pipedejavu.engine import Applied, Event, Log, Outcome, UncutModel, Verdict, audit, judge
+from pipedejavu.engine.departure import log_of_dead, replica_of
 from pipedejavu.engine.job import Masked, Read, Reread, Scored
 from pipedejavu.facts import Span, Timeline, WorkerSummary
 from pipedejavu.facts.printable import tell
@@ -17,7 +18,7 @@ from pipedejavu.profile.model_trace import as_call
 from pipedejavu.program import Program
 from pipedejavu.run.options import TrainOptions
 from pipedejavu.run.run_folder import RunFolder, result_of
-from pipedejavu.run.worker_result import Weights, WorkerResult
+from pipedejavu.run.worker_result import Weights, WorkerResult, lead_of
 from pipedejavu.simulate import Prediction, simulate
 from pipedejavu.source.task import Prepared, SampleOrder, prepare
 
@@ -58,9 +59,10 @@ def gather(
         for piece, named in result.weights.items():
             weights.setdefault(piece, {}).update(named)
     facts = [result.facts for result in results]
-    names: dict[str, str] = facts[0]["names"]
+    lead = lead_of(results).facts
+    names: dict[str, str] = lead["names"]
     folder.write_model(others | {names.get(name, name): w for name, w in result_of(program, weights).items()})
-    moves = [(int(update), tuple(map(tuple, moved))) for update, moved in facts[0]["moves"]]
+    moves = [(int(update), tuple(map(tuple, moved))) for update, moved in lead["moves"]]
     if moves:
         # The last round had other shares than the first, so it is compared with a forecast for those shares.
         prediction = simulate(replace(program, parts=moves[-1][1]))
@@ -69,10 +71,9 @@ def gather(
     folder.write_last(folder.measured, measured.to_json(indent=None))
     folder.write_pending()
     folder.remove_parts()
-    logs = tuple(map(_log, facts))
-    ends = facts[0]["ends_s"]
+    ends = lead["ends_s"]
     return TrainedRun(
-        options, folder, program, prediction, measured, Outcome(weights, logs, ()), tuple(moves),
+        options, folder, program, prediction, measured, Outcome(weights, _logs(program, facts), ()), tuple(moves),
         tuple(after - before for before, after in pairwise(ends)),
         tuple(worker["peak_bytes"] - worker["base_bytes"] for worker in facts),
     )  # fmt: skip
@@ -108,6 +109,15 @@ def _one(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
+def _logs(program: Program, facts: Sequence[dict[str, Any]]) -> tuple[Log, ...]:
+    """Returns the logs of all workers; that of one that has died follows from the server's, which is the last."""
+    logs = [*map(_log, facts)]
+    for worker, known in enumerate(facts):
+        if known.get("is_dead"):
+            logs[worker] = log_of_dead(logs[-1], replica_of(program, worker))
+    return tuple(logs)
+
+
 _PLAIN = {kind.__name__: kind for kind in (Read, Reread, Scored, Masked)}
 """Events of plain numbers."""
 
@@ -121,7 +131,8 @@ def _log(facts: dict[str, Any]) -> Log:
         else:
             piece, replica, version, microbatches, coefficient = fields
             events.append(Applied(piece, replica, version, tuple(microbatches), coefficient))
-    return Log(events=events, skipped={int(step): reason for step, reason in facts.get("skipped", {}).items()})
+    skipped = {int(step): reason for step, reason in facts.get("skipped", {}).items()}
+    return Log(events=events, skipped=skipped, left={int(q): last for q, last in facts.get("left", {}).items()})
 
 
 def _timeline(program: Program, facts: list[dict[str, Any]]) -> Timeline:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from pipedejavu.facts.start_phase import START
 from pipedejavu.health.failure import ShortageError, WorkerError, is_shortage
 from pipedejavu.health.watchdog import HangWatchdog
 from pipedejavu.launch.handover import RunForecast
+from pipedejavu.launch.membership import AllRanks, Members, describe_left, members_of
 from pipedejavu.launch.rank_evaluation import RankEvaluation
 from pipedejavu.launch.rank_monitor import RankMonitor
 from pipedejavu.launch.worker_process import WorkerLaunch, WorkerProcess, set_up_process
@@ -53,10 +55,10 @@ from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 def work(rank: int, size: int, launched: WorkerLaunch) -> None:
     """Runs a rank of a training run in a process of its own."""
     with WorkerProcess(rank, size, launched) as process:
-        folder, handover = process.folder, process.handover
-        assert handover.forecast is not None
-        start, watchdog = folder.start(), process.watchdog
-        run = Rank(folder.options(), handover.program, process.store, folder, start, watchdog, handover.forecast)
+        folder, (program, forecast), store = process.folder, process.handover, process.store
+        assert forecast is not None
+        start, watchdog, members = folder.start(), process.watchdog, members_of(store, rank, program)
+        run = Rank(folder.options(), program, store, folder, start, watchdog, forecast, members=members)
         process.result = run.run(folder.checkpoint_dir).pack()
         process.code = STOPPED if run.is_stopped else 0
 
@@ -66,7 +68,7 @@ Move = tuple[int, tuple[tuple[int, ...], ...]]
 
 
 class Rank:
-    """One rank of a run, with its measurements. Only rank 0 needs the run folder."""
+    """One rank of a run, with its measurements. Only the lead of its members needs the run folder."""
 
     def __init__(
         self,
@@ -80,6 +82,7 @@ class Rank:
         prepared: Prepared | None = None,
         *,
         keeps_workers: bool = False,
+        members: Members | None = None,
     ):
         """With `keeps_workers` the run switches only to plans with as many workers as this one.
 
@@ -87,7 +90,8 @@ class Rank:
         """
         self.options, self.program, self.store, self.folder, self.start = options, program, store, folder, start
         self.watchdog, self.forecast, self.keeps_workers = watchdog, forecast, keeps_workers
-        self.rank = dist.get_rank()
+        self.rank, self.members = dist.get_rank(), members or AllRanks()
+        self.is_lead = self.rank == self.members.lead
         if options.keeps_log:  # the audit replays without TF32, which cuDNN uses for float32 by default
             torch.backends.cudnn.allow_tf32 = False
         set_up_process(program, self.rank, is_deterministic=options.deterministic)
@@ -113,7 +117,8 @@ class Rank:
         self.step = start.step
         self.ends_s: list[float] = []
         """When each round ended."""
-        self.stop_signal = StopSignal(PrefixStore("halt", store), self.rank, len(program.workers))
+        halts, lead = PrefixStore("halt", store), self.members.lead
+        self.stop_signal = StopSignal(halts, self.rank, len(program.workers), lead, self.members.is_dead)
         self.stop_signal.obey()
         self.collector: MetricsCollector | None = None
         self.throughput: ThroughputMonitor | None = None
@@ -137,17 +142,20 @@ class Rank:
     def _run(self, checkpoint_dir: CheckpointDir) -> WorkerResult:
         self.watchdog.allow(self.forecast.makespan_s / self.program.plan.steps, self.options.hang_after_s)
         with ExitStack() as stack:
-            if self.rank == 0:
+            if self.is_lead:
                 self._open_metrics(stack)
             if self.options.checkpoint_every:
                 store = (PrefixStore("saver", self.store), len(self.program.workers))
                 self.saver = Saver(
                     checkpoint_dir, rank=self.rank, store=store, tell=self._tell, note=self.folder.add_metrics,
-                    fallback=self.folder.fallback.folder,
+                    fallback=self.folder.fallback.folder, lead=self.members.lead, is_dead=self.members.is_dead,
                 )  # fmt: skip
             device = device_of(self.program, self.rank)
             self.reporter = MetricsReporter(self.store, self.rank, self.batches, device, self.collector)
-            monitor = RankMonitor(self.stop_signal, self.folder, self._tell, self.throughput, self.replanner)
+            monitor = RankMonitor(
+                self.stop_signal, self.folder, self._tell, self.throughput, self.replanner, self.collector,
+                partial(self.members.departures, self.options.steps),
+            )  # fmt: skip
             with self.reporter, monitor:
                 try:
                     handlers = self._train(checkpoint_dir)
@@ -160,7 +168,8 @@ class Rank:
                     self.saver.wait()
                     for step, path in self.saver.moved.items():
                         self.folder.fallback.moved[self.folder.checkpoint_dir.folder(step)] = path
-            dist.barrier()  # all ranks have sent their last report
+            self.members.close(self.step)  # all ranks have sent their last report
+            monitor.check_members()
             if self.collector:
                 self.collector.take_all(self.store)
         return self._result(handlers)
@@ -169,13 +178,14 @@ class Rank:
         """Runs all rounds of this rank's worker; returns its state at the end."""
         with START.phase("workers"):
             rank = start_rank(self.program, self.job, self.batches)
+            self.members.follow(rank)
             self._begin(checkpoint_dir, rank.handlers)
-        if self.rank == 0 and (wires := rank.wire.describe()):
+        if self.is_lead and (wires := rank.wire.describe()):
             said = str(mapped_bytes(self.program))
             self.progress.note(f"wires: {wires}" + (f"; {said}" if said else ""))
         rank.handlers.notice = self.watchdog.notice
         self.reporter.follow(rank.handlers.log)
-        rounds = rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps))
+        rounds = rank.rounds(range(self.start.step, self.options.steps, self.program.plan.steps), self.members.open)
         for update, spans in self._first_timed(rounds):
             if not self.after_round(update, rank.handlers, spans):
                 break
@@ -190,7 +200,7 @@ class Rank:
             first = next(rounds, None)
         if first is None:
             return
-        if self.rank == 0 and not START.is_over:
+        if self.is_lead and not START.is_over:
             self.folder.add_metrics({"start": START.of_process()})
             self.progress.note(str(START))
         START.is_over = True
@@ -208,13 +218,14 @@ class Rank:
             "ends_s": self.ends_s,
             "moves": self.moves,
             "skipped": log.skipped,
+            "left": log.left,
             "spans": self.spans,
             "pending": self.folder.pending(),
         }
         if self.options.keeps_log:
             facts["events"] = [[type(e).__name__, *e] for e in log.events]
         others = self.state.renamed(final_buffers(handlers))
-        if self.rank == 0:
+        if self.is_lead:
             others = self.state.rest | others
             facts["names"] = {unit: name for unit, name in self.state.names.items() if name != unit}
         return WorkerResult(final_weights(handlers), others, facts)
@@ -301,7 +312,7 @@ class Rank:
         """Evaluates on all ranks, and adds the figures to the metrics."""
         started_s = time.perf_counter()
         if self.program.plan.feed.is_own:  # other replicas may still be at an earlier update
-            dist.barrier()
+            self.members.meet(update)
         evaluated = evaluation.run(update, handlers, self.session.workers.add_up)
         took_s = time.perf_counter() - started_s
         self.paused_s += took_s
@@ -326,30 +337,35 @@ class Rank:
         """Copies this rank's share of the state; the saver writes it in the background."""
         is_apart = self.program.plan.feed.is_own
         if is_apart:  # other replicas may still be at an earlier update
-            dist.barrier()
+            self.members.meet(update)
+        absent = self.members.dead
         tensors = self.session.take_state()
         if is_apart:
-            dist.barrier()
+            self.members.meet(update)
         self.reporter.send()  # before this shard counts as written, so that the metrics have every step before it
         facts = {
-            "norm": self.session.take_norm(), "parts": self.program.parts, "fingerprints": self.start.fingerprints
+            "norm": self.session.take_norm(), "parts": self.program.parts, "fingerprints": self.start.fingerprints,
+            **self.members.facts(update),
         }  # fmt: skip
         fields = Settings.of(self.options, self.program).in_manifest(facts)
         about = ManifestFields(update, self.order.samples(update), fields, self.collector)
-        saver.save(update, tensors, about, is_last=is_last)
+        saver.save(update, tensors, about, is_last=is_last, absent=absent)
 
     def _begin(self, checkpoint_dir: CheckpointDir, handlers: Handlers) -> None:
         """Opens the session of this rank's worker, and restores the checkpoint that the run goes on from."""
-        self.session = TrainingSession(RankWorker(self.rank, handlers), self.replicas, self.state)
+        worker = RankWorker(self.rank, handlers, lead=self.members.lead, add_up=self.members.add_up)
+        self.session = TrainingSession(worker, self.replicas, self.state)
         if not self.start.step:
             return
         checkpoint = Checkpoint(checkpoint_dir.folder(self.start.step))
-        saved, parts = checkpoint.manifest.tensors, saved_in(checkpoint).parts
+        saved, facts = checkpoint.manifest.tensors, saved_in(checkpoint)
         for name in [name for name in self.state.rest if f"buffer/{name}" in saved]:
             self.state.rest[name] = checkpoint.tensor(f"buffer/{name}")
         self.session.restore(checkpoint)
-        if self.program.plan.feed.is_controlled and [*map(len, parts)] == [*map(len, self.program.parts)]:
-            self._move(self.start.step, parts)
+        if self.program.plan.feed.is_controlled and [*map(len, facts.parts)] == [*map(len, self.program.parts)]:
+            self._move(self.start.step, facts.parts)
+        if facts.left and self.is_lead:
+            self.progress.note(describe_left(facts.left))
 
     def _rebalance(self, update: int, spans: list[Span]) -> None:
         """Moves samples between replicas from an update on; each keeps its number of microbatches."""

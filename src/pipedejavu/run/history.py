@@ -248,6 +248,8 @@ def _describe(row: Mapping[str, Any]) -> tuple[str, str]:
             return "not saved", f"step {step}: {reason}"
         case {"skipped": step, "reason": reason}:
             return "skipped", f"the update of step {step} was left out: {reason}"
+        case {"left": step, "worker": worker, "signal": name, "at": at}:
+            return "left", f"worker {worker} was ended by {name} at {at} after step {step}; the others went on"
         case {"start": {**phases}}:
             return "start", ", ".join(f"{name} {format_seconds(float(str(time_s)))}" for name, time_s in phases.items())
         case {"resumed": step}:

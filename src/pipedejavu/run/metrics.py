@@ -1,4 +1,4 @@
-"""Metrics of a run in progress: every rank reports losses and memory to rank 0 through a store.
+"""Metrics of a run in progress: every rank reports losses and memory to one of them, the lead, through a store.
 
 Reports run in threads beside the program and never block it, so asynchronous plans report like synchronous ones.
 """
@@ -9,7 +9,7 @@ import resource
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,7 +59,7 @@ def busy_lanes(spans: Sequence[Span]) -> dict[str, float]:
 
 
 class MetricsReporter:
-    """Sends the reports of one rank; on rank 0, also runs the collector of all reports."""
+    """Sends the reports of one rank; on the lead, also runs the collector of all reports."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class MetricsReporter:
         return Memory(host, torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device))
 
     def send(self) -> None:
-        """Sends everything new to rank 0."""
+        """Sends everything new to the lead."""
         self._take()
         with self._sending:
             with self._lock:
@@ -170,7 +170,7 @@ class ManifestFields:
 
 
 class MetricsCollector:
-    """Adds up the reports of all ranks on rank 0: writes one metrics line per finished update and shows progress."""
+    """Adds up the reports of all ranks on the lead: writes one metrics line per finished update and shows progress."""
 
     def __init__(
         self,
@@ -194,10 +194,16 @@ class MetricsCollector:
         self.skipped: set[int] = set()
         """Steps whose update was skipped."""
         self.memory = Memory(0, 0)
-        self._sums: dict[int, list[tuple[float, int, float]]] = defaultdict(list)
+        self._sums: dict[int, dict[int, tuple[float, int, float]]] = defaultdict(dict)
+        """By step, the loss of each of its microbatches, with its count and its time."""
+        self._num_taken = 0
+        """Samples of the steps so far."""
+        self._left_out: set[int] = set()
+        """Microbatches of each update that may stay without a loss."""
 
     def take_all(self, store: Store) -> None:
         """Processes every report that has arrived."""
+        left_out = frozenset(self._left_out)  # before the last reports of a rank that has died are taken
         for rank in range(len(self.taken)):
             while store.check([key := f"{rank}/{self.taken[rank]}"]):
                 losses, peak, busy, rounds, skipped = json.loads(store.get(key))
@@ -207,8 +213,12 @@ class MetricsCollector:
                 if self.throughput:
                     self.throughput.take(rank, (RoundTimes(*times) for times in rounds))
                 self.taken[rank] += 1
-        while len(self._sums[self.step]) == self.update_size:
-            self._finish(self._sums.pop(self.step))
+        while (rows := self._sums[self.step]) and left_out.issuperset({*range(self.update_size)} - rows.keys()):
+            self._finish([*self._sums.pop(self.step).values()])
+
+    def leave_out(self, microbatches: Iterable[int]) -> None:
+        """Waits no longer for the losses of these microbatches of each update: their worker has died."""
+        self._left_out.update(microbatches)
 
     def _take(
         self, rank: int, losses: list[tuple[int, float, int, float]], peak: list[int], busy: dict[str, float]
@@ -216,7 +226,8 @@ class MetricsCollector:
         self.memory = Memory(*map(max, self.memory, peak))
         self.progress.see(rank, Memory(*peak), busy)
         for microbatch, loss, count, at_s in losses:
-            self._sums[microbatch // self.update_size + 1].append((loss, count, at_s))
+            update, number = divmod(microbatch, self.update_size)
+            self._sums[update + 1][number] = (loss, count, at_s)
 
     def _take_skipped(self, skipped: list[tuple[int, str]]) -> None:
         """Records skipped updates once each; several workers may report the same one."""
@@ -230,10 +241,12 @@ class MetricsCollector:
         count = sum(row[1] for row in rows)
         loss, at_s = sum(row[0] for row in rows) / count, max(row[2] for row in rows)
         self.losses[self.step] = loss
-        line = {"step": self.step, "loss": loss, "count": count, "samples": self.num_samples}
+        samples = self.num_samples * len(rows) // self.update_size  # fewer only if all microbatches have one size
+        line = {"step": self.step, "loss": loss, "count": count, "samples": samples}
         line["elapsed_s"] = self.elapsed_s + at_s
         self.folder.add_metrics({**line, **self.memory.form()})
-        rate = self.num_samples * (self.step - self.progress.done) / at_s if at_s else 0.0
+        self._num_taken += samples
+        rate = self._num_taken / at_s if at_s else 0.0
         figures = {"loss": loss, "samples_per_s": rate, "elapsed_s": line["elapsed_s"], **self.memory.form()}
         self.books.add(self.step, figures)
         self.progress.report(self.step, loss, count, self.memory, at_s)

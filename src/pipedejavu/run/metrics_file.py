@@ -16,9 +16,9 @@ _MOST = 2**53
 """Integers below this are exact as floats."""
 _COUNTS = {
     "step", "evaluated", "saved", "not_saved", "resumed", "stopped", "count", "samples", "peak_bytes", "peak_gpu_bytes",
-    "peak_reserved_bytes",
+    "peak_reserved_bytes", "left",
 }  # fmt: skip
-_STEP_NAMES = ("step", "saved", "switched", "skipped", "evaluated")
+_STEP_NAMES = ("step", "saved", "switched", "skipped", "evaluated", "left")
 """Keys that may hold the step of a row."""
 _FIGURES = {"eval_loss", "perplexity", "accuracy", "epoch"}
 _AMOUNTS = {"elapsed_s", "took_s", "size_bytes"}

@@ -27,6 +27,10 @@ class SavedFacts(Record):
     values: dict[str, dict[str, Any]] = Field(default={})
     """Optimizer state that is not a tensor, by parameter."""
     scheduler: dict[str, Any] | None = None
+    left: dict[int, int] = Field(default={})
+    """Replicas whose workers had died while the others went on, with the last of their updates."""
+    served: int = Field(default=0, ge=0, lt=2**63)
+    """Updates that a server has made, if replicas have left; otherwise one for each of them per step."""
     candidates: dict[str, Any] | None = None
     """Results of the initialisation trials before the run."""
 

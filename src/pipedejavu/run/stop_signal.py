@@ -1,8 +1,8 @@
 """Stops a run between two updates when SIGTERM or SIGHUP arrives: all ranks end after the same update.
 
 Ranks do not synchronise between updates, and without a signal nothing is polled. After a signal, each rank announces
-that it now polls at the end of every round. When all ranks do, rank 0 chooses an update two rounds ahead of its own; no
-rank can have passed it, because every update needs rank 0.
+that it now polls at the end of every round. When all ranks do, the lead chooses an update two rounds ahead of its own;
+no rank can have passed it, because every round needs the lead: rank 0, or a server that outlives its workers.
 """
 
 import os
@@ -85,8 +85,11 @@ def leave_terminal() -> None:
 class StopSignal:
     """Agrees with all other ranks on whether and after which update to stop."""
 
-    def __init__(self, store: Store, rank: int, size: int):
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(
+        self, store: Store, rank: int, size: int, lead: int = 0, is_dead: Callable[[int], bool] = lambda _: False
+    ):
+        """`is_dead` says whether another rank has ended for good; only the lead calls it."""
+        self.store, self.rank, self.size, self.lead, self.is_dead = store, rank, size, lead, is_dead
         self.asked = threading.Event()
         self.number = 0
         """The signal that any rank received; 0 if none."""
@@ -123,9 +126,13 @@ class StopSignal:
         self.listen()
         if not self._is_ready:
             self._is_ready = True
-            self.store.add("ready", 1)
-        if self.at is None and self.rank == 0 and self.store.add("ready", 0) == self.size:
+            self.store.set(f"ready/{self.rank}", "")
+        if self.at is None and self.rank == self.lead and all(map(self._has_agreed, range(self.size))):
             self.store.set("stop", str(update + 2 * steps))
         if self.at is None and self.store.check(["stop"]):
             self.at = int(self.store.get("stop"))
         return self.at is not None and update >= self.at
+
+    def _has_agreed(self, rank: int) -> bool:
+        """Whether a rank polls at the end of every round, or is dead and need not."""
+        return self.store.check([f"ready/{rank}"]) or self.is_dead(rank)

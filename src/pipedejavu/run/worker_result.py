@@ -1,7 +1,7 @@
 """The result of one worker, serialised for shared memory or the network."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,17 @@ class WorkerResult(NamedTuple):
     """The worker's other model state: buffers and untrained parameters."""
     facts: dict[str, Any]
     """JSON: the spans of the last round, counts, and data that the disk has not taken."""
+
+    @classmethod
+    def of_dead(cls) -> "WorkerResult":
+        """Returns the result of a worker that died while the others went on: it has left nothing."""
+        counts = dict.fromkeys(("peak_live", "peak_versions", "peak_bytes", "base_bytes"), 0)
+        return cls({}, {}, {**counts, "spans": [], "events": [], "skipped": {}, "left": {}, "is_dead": True})
+
+    @property
+    def is_lead(self) -> bool:
+        """Whether the worker led the run: its result has what all share."""
+        return "names" in self.facts
 
     def pack(self) -> bytes:
         """Returns the result in safetensors format."""
@@ -55,6 +66,11 @@ class WorkerResult(NamedTuple):
                 replica, _, name = name.partition("/")
                 weights.setdefault((int(kind), int(replica)), {})[name] = tensor
         return cls(weights, others, json.loads(tensors[_FACTS].numpy().tobytes()))
+
+
+def lead_of(results: Sequence[WorkerResult]) -> WorkerResult:
+    """Returns the result of the worker that led the run."""
+    return next(result for result in results if result.is_lead)
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -22,7 +22,13 @@ class NewestWeights:
 
     def __init__(self, program: Program, units: Units, handlers: Sequence[Handlers] = (), replica: int | None = None):
         self.handlers = handlers
-        holders = [(worker, key) for worker in range(len(program.workers)) for key in pieces_of(program, worker)]
+        left = {replica for worker_state in handlers for replica in worker_state.log.left}
+        holders = [
+            (worker, key)
+            for worker in range(len(program.workers))
+            for key in pieces_of(program, worker)
+            if key[1] not in left
+        ]
         source = source_replica(program, {key for _, key in holders}) if replica is None else replica
         self.worker_of: dict[str, int] = {}
         """The worker that holds each tensor."""

@@ -4,7 +4,7 @@ A backend holds the workers of this process: all of a plan's workers as threads 
 a rank (`RankWorker`), whose process our launcher or torchrun started.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +27,8 @@ class LocalWorkers(Protocol):
 
     rank: int
     """The number of this process; 0 if there is only one."""
+    is_lead: bool
+    """Whether this process saves the part of the model that is not trained."""
 
     @property
     def handlers(self) -> Sequence[Handlers]:
@@ -51,6 +53,7 @@ class ThreadWorkers:
     """All workers of a plan, as threads of this process."""
 
     rank = 0
+    is_lead = True
 
     def __init__(self, threads: Threads):
         self.threads = threads
@@ -76,9 +79,18 @@ class ThreadWorkers:
 class RankWorker:
     """The worker of one rank of several processes."""
 
-    def __init__(self, rank: int, handlers: Handlers, rounds: RankRounds | None = None):
+    def __init__(
+        self,
+        rank: int,
+        handlers: Handlers,
+        rounds: RankRounds | None = None,
+        *,
+        lead: int = 0,
+        add_up: Callable[[Tensor], object] = dist.all_reduce,
+    ):
         """With `rounds`, the state may be replaced between two rounds."""
         self.rank, self._handlers, self._rounds = rank, handlers, rounds
+        self.is_lead, self._add_up = rank == lead, add_up
 
     @property
     def handlers(self) -> Sequence[Handlers]:
@@ -92,7 +104,7 @@ class RankWorker:
 
     def add_up(self, table: Tensor) -> None:
         """Adds up a table over all ranks; all of them call it."""
-        dist.all_reduce(table)
+        self._add_up(table)
 
     def put_state(self, update: int, source: Source, norm: float | None) -> None:
         """Replaces the state of the worker; its next round begins with `update`."""
@@ -122,12 +134,12 @@ class TrainingSession:
     def take_state(self) -> Tensors:
         """Returns copies of the state that this process saves; raises InputError if it is not finite.
 
-        The first process also saves the part of the model that is not trained.
+        The lead also saves the part of the model that is not trained.
         """
         workers = self.workers
         tensors = {name: tensor for worker in workers.handlers for name, tensor in take_state(worker).items()}
         tensors |= random_state(workers.rank, workers.generator_device)
-        return tensors if workers.rank else self.whole.saved_rest() | tensors
+        return self.whole.saved_rest() | tensors if workers.is_lead else tensors
 
     def take_norm(self) -> float | None:
         """Returns the gradient norm that the next update is clipped by, if that is the last update's."""
@@ -135,12 +147,14 @@ class TrainingSession:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Replaces the workers' state and the random generators by those of a checkpoint."""
-        saved = checkpoint.manifest.tensors
+        saved, facts = checkpoint.manifest.tensors, saved_in(checkpoint)
         self.workers.put_state(
             checkpoint.step,
             lambda name: checkpoint.tensor(name) if name in saved else None,
-            saved_in(checkpoint).norm,
+            facts.norm,
         )
+        for worker in self.workers.handlers if facts.served else ():
+            worker.applier.served.update(dict.fromkeys(worker.applier.served, facts.served))
         self.replicas.agreed = checkpoint.step
         set_random_state(checkpoint, self.workers.rank, self.workers.generator_device)
 
