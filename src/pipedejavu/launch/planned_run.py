@@ -260,4 +260,5 @@ def _adapt(plan: Plan, options: TrainOptions, ranks: RankGroup, start: RunStart)
         )
     if (options.clip_norm is not None or options.on_nan == "skip") and plan.reduce.clip == "none":
         plan = plan.replace(reduce=plan.reduce.replace(clip="global"))
-    return plan.replace(steps=steps_of(plan, options, start.step))
+    first = start.step if plan.version.flushed_updates else 0
+    return plan.replace(steps=steps_of(plan, options, start.step), first_update=first)

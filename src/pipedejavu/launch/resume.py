@@ -147,4 +147,5 @@ def is_same_plan(requested: Plan, known: Plan) -> bool:
     precision = known.precision if requested.precision == Precision() else requested.precision
     settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce, "is_compiled": known.is_compiled}
     settled["precision"] = precision
+    settled["first_update"] = known.first_update
     return requested.replace(steps=known.steps, decisions=known.decisions, **settled) == known
