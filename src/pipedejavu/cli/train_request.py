@@ -58,6 +58,9 @@ class TrainRequest:
     data: Annotated[
         str | None, typer.Option(help="A file or folder, or digits, mnist[:DIR], cifar10[:DIR], stdlib, random.")
     ] = None
+    data_on: Annotated[
+        str, typer.Option(help="host, or device: all samples lie on the workers' devices from the start.")
+    ] = "host"
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer.json or its folder, for data in files; by default the model's.")
     ] = None
@@ -197,7 +200,8 @@ class TrainRequest:
     @property
     def has_plan(self) -> bool:
         """Whether the user gave any option that concerns the plan."""
-        names = {"plan", "batch", "cpu_share", "head_chunks", "flushed_updates", "machine", "devices", "accumulate", *SIZES}
+        names = {"plan", "batch", "cpu_share", "head_chunks", "flushed_updates", "machine", "devices", "accumulate"}
+        names |= {*SIZES}
         return not self.explicit.isdisjoint(names)
 
     @property

@@ -85,8 +85,8 @@ def check_begin(program: Program, update: int) -> None:
     if (asked := plan.num_flushed_from(update)) != plan.num_flushed:
         raise InputError(
             f"plan '{plan.name}' flushes the first {plan.version.flushed_updates} updates of a run: {asked} of the"
-            f" {plan.steps} from update {update} on, where its program flushes {plan.num_flushed}; give it as many steps"
-            " as the run has updates"
+            f" {plan.steps} from update {update} on, where its program flushes {plan.num_flushed}; give it as many"
+            " steps as the run has updates"
         )
 
 

@@ -177,7 +177,7 @@ class Version(Record):
     warm-up. Corrections, and the scaling of rates, begin after it."""
 
     def __str__(self) -> str:
-        parts = [self.kind] + [self.correction] * (self.correction != "none")
+        parts: list[str] = [self.kind] + [self.correction] * (self.correction != "none")
         parts += [f"rates({self.rate_updates})"] * (self.rate_updates > 0)
         return " + ".join(parts + [f"flushed({self.flushed_updates})"] * (self.flushed_updates > 0))
 
