@@ -18,7 +18,7 @@ from pipedejavu.store import Checkpoint
 
 CHANGEABLE = {
     "steps", "epochs", "eval_every", "sample", "price", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom",
-    "checkpoint_every", "hang_after_s", "log", "replan", "compile",
+    "checkpoint_every", "hang_after_s", "log", "replan", "compile", "data_on",
 }  # fmt: skip
 """Options that may change when a run is resumed."""
 
