@@ -78,7 +78,7 @@ def run(setting: Setting) -> ExperimentFindings:
     for title, count in updates.items():
         study, rows = models[title], []
         for algorithm in chosen:
-            rate = _own_rate(study, algorithm, workers, count, seeds.stop)
+            rate = _own_rate(study, algorithm, workers, setting.pick(count // 3, count, count), seeds.stop)
             setting.report(f"{title}: {algorithm.name} with a learning rate of {rate:g}")
             rows.append(run_algorithm(study, algorithm, workers, count, seeds, rate))
         rates[title] = {row.algorithm.name: row.rate for row in rows}
