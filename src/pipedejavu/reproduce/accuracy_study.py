@@ -98,7 +98,7 @@ def run(setting: Setting) -> ExperimentFindings:
         ("learning rate", "each algorithm's own: of three rates about a factor of 3 apart, and of more while the best"
                           f" is at the edge, that with the least loss on 1/{HELD_OUT} of the training samples, held"
                           f" out, with seed {seeds.stop}"),
-        ("cluster", f"{HOSTS} hosts with a {CPU} each, 25 Gb/s and 20 µs between them"),
+        ("cluster", f"{HOSTS} hosts with an {CPU} each, 25 Gb/s and 20 µs between them"),
     ]  # fmt: skip
     return ExperimentFindings(
         "", "", "What does staleness cost, and what restores it, at which price in time and memory?",
@@ -229,6 +229,10 @@ def _sweep(
             describe_mean(row.accuracies, ".1f"), describe_mean(_gaps(row, best), ".1f", sign=True),
             f"{row.courses[0].evaluations[-1].simulated_s:.3f}",
         ))))  # fmt: skip
-    heads = [f"{what}, {count}" for count in counts for what in ("Accuracy, %", "Against 1f1b, points", "Simulated s")]
+    heads = [
+        f"{count} workers: {what}"
+        for count in counts
+        for what in ("accuracy, %", "against 1f1b, points", "simulated s")
+    ]
     title = "The MLP with other numbers of workers, at the learning rates of 4 workers"
     return FindingsTable(title, ("Algorithm", *heads), rows)

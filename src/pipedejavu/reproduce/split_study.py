@@ -6,7 +6,7 @@ workers, in turns.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
@@ -54,7 +54,7 @@ def run(setting: Setting) -> ExperimentFindings:
             machine = compose(Cluster(name=title, hosts=(HostGroup(gpus=counted, cpu=CPU),)))
             found = {split: _simulated(profile, machine, split) for split in _SPLITS}
             for split, (rate, memory, bounds) in found.items():
-                rows.append((f"{name}, {title}", split, f"{bounds}", f"{rate:,.0f}", memory))
+                rows.append((f"{name}, {title}", split, _listed(bounds), f"{rate:,.0f}", memory))
             gains.setdefault(title, []).append(found["analytical"][0] / found["naive"][0])
         setting.report(f"running {name} on two workers")
         real += _run_both(name, make, profile, setting)
@@ -134,8 +134,12 @@ def _run_both(
     finally:
         torch.set_num_threads(num_threads)
     rates = {split: SAMPLES * MICROBATCHES / median(found[1:]) for split, found in times.items()}
-    cells = [f"{rates[split]:.1f} (cut at {programs[split].plan.cut.bounds})" for split in _SPLITS]
+    cells = [f"{rates[split]:.1f} (cut at {_listed(programs[split].plan.cut.bounds or ())})" for split in _SPLITS]
     return [(name, *cells, f"{rates['analytical'] / rates['naive']:.2f}")]
+
+
+def _listed(bounds: Sequence[int]) -> str:
+    return ", ".join(map(str, bounds))
 
 
 def _threads(program: Program, make: Callable[[str | None], Task], seed: int) -> Threads:
