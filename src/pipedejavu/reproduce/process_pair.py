@@ -40,7 +40,7 @@ class Trained(NamedTuple):
     """Of the whole network; none in the second process of two that train together."""
 
 
-class Pair(NamedTuple):
+class PairResult(NamedTuple):
     """The networks of two processes."""
 
     apart: tuple[Trained, ...]
@@ -62,14 +62,14 @@ class PairRequest(NamedTuple):
     seed: int
 
 
-def train_pair(request: PairRequest) -> Pair:
+def train_pair(request: PairRequest) -> PairResult:
     """Trains apart, then together, in two processes; raises what the first one to fail raised."""
     store = serve_store()
     with tempfile.TemporaryDirectory() as folder:
         start_processes(_work, args=(store.port, folder, request), nprocs=SIZE, start_method="spawn")  # type: ignore[no-untyped-call]
         forms = [json.loads(Path(folder, f"{rank}.json").read_text("utf-8")) for rank in range(SIZE)]
     rows = [[Trained(pid, losses, [Evaluated(*e) for e in ends]) for pid, losses, ends in form] for form in forms]
-    return Pair(*zip(*rows, strict=True))
+    return PairResult(*zip(*rows, strict=True))
 
 
 def _work(rank: int, port: int, folder: str, request: PairRequest) -> None:
