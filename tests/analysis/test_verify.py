@@ -790,6 +790,16 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "leave version.rate_updates out, or use order '1f1b-async'",
     ),
     (
+        preset("1f1b").plan.replace(version=Version(flushed_updates=3)),
+        "version.flushed_updates flushes a pipeline that else never drains, and order '1f1b' always drains",
+        "leave version.flushed_updates out, or use order '1f1b-async'",
+    ),
+    (
+        preset("hetpipe").plan.replace(version=Version(kind="stash", flushed_updates=3)),
+        "gate 'bound' counts waves of updates in a pipeline that never drains, and version.flushed_updates drains it",
+        "leave version.flushed_updates out, or use preset:pipedream",
+    ),
+    (
         preset("pipedream").plan.replace(name="tied", version=Version(kind="stash", rate_updates=3)),
         "stages that share weights have different delays, and their copies would get different updates",
         "untie the weights, or use correction 'weight-prediction' or 'discrepancy' without version.rate_updates",

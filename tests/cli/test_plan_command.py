@@ -34,6 +34,23 @@ def test_plans_are_a_table_with_reasons_and_advice(tmp_path: Path) -> None:
     assert "To change first: with one more fast, " in text
 
 
+def test_a_stale_plan_says_what_it_gives_up(tmp_path: Path) -> None:
+    asked = files(tmp_path, profile([1e-3] * 8, weights=10**8, update_s=2e-3), machine(["fast"] * 4, within=1e9))
+    words = (*asked, "--batch", "8", "--staleness", "3")
+    text = run("plan", *words).stdout
+    sentence = (
+        "'4 stages, PipeDream, weight-prediction' is 1.09 times as fast as the fastest exact plan, '4 stages, inter"
+    )
+    assert sentence in text
+    assert "'4 stages, PipeDream' takes 0.93× as long, but lost more accuracy in the study." in text
+    assert "version: stash + weight-prediction: forms are compared by the accuracy they lost in the study" in text
+    form = json.loads(run("plan", *words, "--correction", "none", "--json").stdout)
+    assert (form["gives_up"]["plan"], form["gives_up"]["staleness"]) == ("4 stages, PipeDream", 3)
+    assert form["gives_up"]["measured"][0]["correction"] == "none"
+    assert json.loads(run("plan", *asked, "--batch", "8", "--json").stdout)["gives_up"] is None
+    assert "correction 'rates' restores what stale weights cost" in refused("plan", *asked, "--correction", "rates")
+
+
 def test_what_is_written_is_what_is_told(tmp_path: Path) -> None:
     asked = files(tmp_path, profile([1e-3] * 4), machine(["fast", "fast"]))
     out, html = str(tmp_path / "plan.json"), str(tmp_path / "plan.html")

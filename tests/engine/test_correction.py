@@ -59,7 +59,11 @@ def gradients(case, i, forward, backward):
 
 
 def plain_pipeline(case):
-    """Trains as the papers say: stage s of p reads for microbatch i the version i − (p − 1 − s), or the first."""
+    """Trains as the papers say: stage s of p reads for microbatch i the version i − (p − 1 − s), or the first.
+
+    Under 'vertical' and 'double-buffer' all stages read alike. Flushed updates read the newest version, and the first
+    after them begin with the version that the last flush left.
+    """
     version, p, count = case.plan.version, len(case.units), len(case.batches.counts)
     history = [[w] for w in weights_of(case)]
     momentum = [[tuple(torch.zeros_like(t) for t in w)] for w in weights_of(case)]
@@ -67,7 +71,9 @@ def plain_pipeline(case):
     decay = {"weight-prediction": 0.0, "discrepancy": 0.135}.get(version.correction)
     decay = version.decay if version.decay is not None else decay
     for i in range(count):
-        late = [min(i, p - 1 - s) for s in range(p)]
+        stale = max(0, i - version.flushed_updates)
+        lags = {"vertical": [p - 1] * p, "double-buffer": [1] * p}.get(version.kind, [p - 1 - s for s in range(p)])
+        late = [min(stale, lag) for lag in lags]
         read = [history[s][i - late[s]] for s in range(p)]
         forward = backward = read
         if version.correction == "weight-prediction" and not decay:  # SpecTrain: W − s·η·v
@@ -90,8 +96,8 @@ def plain_pipeline(case):
                     for g, now, then in zip(gradient, newest, read[s], strict=True)
                 )
             rate = RATE
-            if version.rate_updates and p - 1 - s > 1:  # PipeMare T1
-                rate /= (p - 1 - s) ** (1 - min(i / version.rate_updates, 1))
+            if version.rate_updates and p - 1 - s > 1 and i >= version.flushed_updates:  # PipeMare T1
+                rate /= (p - 1 - s) ** (1 - min(stale / version.rate_updates, 1))
             buffers = tuple(MOMENTUM * m + g for m, g in zip(momentum[s][i], gradient, strict=True))
             made = tuple(w - rate * m for w, m in zip(newest, buffers, strict=True))
             momentum[s].append(buffers)
@@ -133,6 +139,49 @@ def test_a_corrected_pipeline_equals_the_plain_loop_and_its_replay(make, version
     plain = make("pipedream", workers=4, microbatches=10, units=4, optimizer=SGD)
     plain.units = case.units
     assert furthest(plain, plain.outcome.weights, expected) > 1e-6  # the correction does something
+
+
+@pytest.mark.parametrize("version", [*STASHED, Version(kind="stash"), Version(kind="vertical")], ids=str)
+def test_a_warm_up_with_a_flush_equals_the_plain_loop_across_the_switch(make, version):
+    flushed = version.replace(flushed_updates=4)
+    name = "pipedream-vertical" if version.kind == "vertical" else "pipedream"
+    case = make(name, workers=4, microbatches=12, units=4, version=flushed, optimizer=SGD)
+    verify(case.program)
+    assert furthest(case, case.outcome.weights, plain_pipeline(case)) <= 1e-12
+    assert case.audit() <= case.tolerance
+    never = make(name, workers=4, microbatches=12, units=4, version=version, optimizer=SGD)
+    never.units = case.units
+    assert furthest(case, never.outcome.weights, plain_pipeline(case)) > 1e-6  # the flushes do something
+    exact = make(name, workers=4, microbatches=12, units=4, version=version.replace(flushed_updates=50), optimizer=SGD)
+    exact.units = case.units
+    assert exact.furthest(exact.trained_plainly()) <= 1e-12  # without a stale update nothing is corrected
+
+
+def test_two_buffered_versions_after_a_warm_up_equal_the_plain_loop(make):
+    version = Version(kind="double-buffer", flushed_updates=3)
+    case = make("pipedream-2bw", workers=2, microbatches=1, steps=8, units=2, version=version, optimizer=SGD)
+    assert furthest(case, case.outcome.weights, plain_pipeline(case)) <= 1e-12
+    several = make("pipedream-2bw", workers=3, microbatches=4, steps=6, version=version)
+    assert several.audit() <= several.tolerance
+
+
+@pytest.mark.parametrize("version", [STASHED[5], Version(kind="stash")], ids=str)
+def test_a_warm_up_equals_a_synchronous_run_that_goes_on_without_a_flush(make, version):
+    case = make("pipedream", workers=3, microbatches=10, units=3, optimizer=SGD,
+                version=version.replace(flushed_updates=4))  # fmt: skip
+    exact = make("model-parallel", workers=3, microbatches=1, steps=4, units=3, optimizer=SGD)
+    rest = make("pipedream", workers=3, microbatches=6, units=3, optimizer=SGD, first_update=4,
+                version=version.replace(flushed_updates=4))  # fmt: skip
+    exact.units = rest.units = case.units
+    first = Threads(exact.program, exact.job, case.batches)
+    first.run()
+    second = Threads(rest.program, rest.job, case.batches)
+    put_all(second, 4, take_all(first).get)
+    second.run()
+    for key, weights in second.outcome().weights.items():
+        assert all(torch.equal(weight, case.outcome.weights[key][n]) for n, weight in weights.items())
+    with pytest.raises(InputError, match="first 4 updates of a run: 4 of the 6 from update 0 on, where its program fl"):
+        Threads(rest.program, rest.job, case.batches).run()
 
 
 def test_delay_compensation_on_a_server_equals_the_plain_loop(make):
@@ -331,6 +380,8 @@ DISCREPANCY = Version(kind="stash", correction="discrepancy")
         ),
         ("pipedream", DISCREPANCY, {"is_compiled": True}, "puts other weights into what the forward saved"),
         ("1f1b", Version(rate_updates=3), {}, "divides the learning rate by the known delay of a stage"),
+        ("1f1b", Version(flushed_updates=3), {}, "leave version.flushed_updates out, or use order '1f1b-async'"),
+        ("hetpipe", Version(kind="stash", flushed_updates=3), {}, "counts waves of updates in a pipeline"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(make, name, version, more, text):

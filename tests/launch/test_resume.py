@@ -139,6 +139,17 @@ def test_a_plan_without_a_flush_is_drained_where_it_is_saved(tmp_path: Path, nam
     assert equal(model_of(tmp_path / "half"), model_of(tmp_path / "whole"))
 
 
+def test_flushed_updates_are_counted_through_the_run() -> None:
+    plan = preset("pipedream").at(workers=2, samples=3)
+    flushed, options = plan.replace(version=plan.version.replace(flushed_updates=4)), OPTIONS.replace(steps=8)
+    for start, left in ((0, 4), (3, 1), (4, 0)):
+        program = plan_run(options, flushed, start=RunStart(step=start)).program
+        assert (program.plan.num_flushed, program.plan.steps) == (left, 8 - start)
+        assert is_same_plan(flushed, program.plan)
+    with pytest.raises(InputError, match="holds together with all others; leave --checkpoint-every 2 out"):
+        plan_run(options.replace(checkpoint_every=2), flushed)
+
+
 def test_a_run_that_is_whole_has_nothing_left_to_do(runs: Path) -> None:
     resumed = reopen(str(runs / "whole"), RankGroup(), lambda _: None)
     assert resumed is not None

@@ -46,3 +46,17 @@ def test_names_are_escaped() -> None:
     text = render_chart(LineChart("<i>", "x", "y", [Curve("<b>", [(0, 1.0), (1, 2.0)])]))
     assert "<i>" not in text
     assert "<b>" not in text.replace("<b>&lt;i&gt;</b>", "")
+
+
+def test_a_curve_that_covers_another_has_gaps_through_which_it_is_seen() -> None:
+    course = [(0, 4.0), (1, 2.0), (2, 1.0)]
+    near, far = [(x, y + 0.001) for x, y in course], [(x, y + 0.5) for x, y in course]
+    curves = [Curve("one", course), Curve("two", near), Curve("three", course), Curve("apart", far)]
+    text = render_chart(LineChart("Loss", "update", "loss", curves))
+    assert re.findall(r'<polyline class="curve ([^"]*)"', text) == ["c0", "c1 over1", "c2 over2", "c3"]
+    assert re.findall(r'<line class="curve ([^"]*)"', text) == ["c0", "c1 over1", "c2 over2", "c3"]  # the legend
+
+
+def test_a_logarithmic_axis_within_a_power_of_ten_has_marks() -> None:
+    text = render_chart(LineChart("Loss", "update", "loss", [Curve("a", [(0, 2.9), (1, 2.1)])], has_log_y=True))
+    assert text.count('class="beside"') >= 3

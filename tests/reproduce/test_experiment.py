@@ -1,6 +1,7 @@
 """The table of experiments: names, packages, and what the cheapest ones find."""
 
 import math
+import os
 from importlib import import_module
 
 import pytest
@@ -13,9 +14,11 @@ import torch
 from pipedejavu.engine import Sgd
 from pipedejavu.facts import InputError
 from pipedejavu.plan import preset
-from pipedejavu.reproduce import EXPERIMENTS, Setting, experiment, run_experiment, text_model
+from pipedejavu.reproduce import EXPERIMENTS, Setting, experiment, mlp_sync, run_experiment, text_model
 from pipedejavu.reproduce.initialisation_study import Candidate, choose
 from pipedejavu.reproduce.learning_rate import RATES, choose_rate, hold_out
+from pipedejavu.reproduce.process_pair import train_pair
+from pipedejavu.reproduce.study_data import choose_images
 from pipedejavu.reproduce.training_study import StudyRun, TrainingStudy
 from pipedejavu.source.task import SampleOrder
 from pipedejavu.zoo import open_data
@@ -38,13 +41,30 @@ def test_a_missing_package_is_named():
         run_experiment(chosen, Setting("quick"))
 
 
-def test_apart_each_network_learns_and_synchronised_it_equals_one_worker_with_the_whole_minibatch(tmp_path):
+def test_apart_each_network_learns_and_synchronised_it_equals_one_worker_with_the_whole_minibatch(
+    tmp_path, monkeypatch
+):
+    pairs = []
+    monkeypatch.setattr(mlp_sync, "train_pair", lambda request: pairs.append(train_pair(request)) or pairs[0])
     found = run_experiment(experiment("mlp-sync"), Setting("quick", data=tmp_path))
     losses = {curve.name: [loss for _, loss in curve.points] for curve in found.charts[0].curves}
     assert all(course[-1] < 0.7 * course[0] for course in losses.values())
     assert losses["synchronised"] == pytest.approx(losses["CPU alone"], rel=1e-4)
     assert losses["GPU alone"] != pytest.approx(losses["CPU alone"], rel=1e-2)  # another seed
     assert any("not MNIST" in note for note in found.notes)
+    (pair,) = pairs
+    pids = [[trained.pid for trained in both] for both in (pair.apart, pair.together)]
+    assert pids[0] == pids[1]
+    assert len({os.getpid(), *pids[0]}) == 3  # two processes, and this one
+    study, _, _ = mlp_sync._studies(choose_images(Setting("quick", data=tmp_path), "mnist"), (64, 64, 32, 10))
+    plain, order = study.task(0), SampleOrder(study.task(0), StudyRun(study, 0).cut, (100,), 0)
+    optimizer = torch.optim.Adam(plain.model.parameters(), lr=1e-3)
+    for number, expected in enumerate(pair.apart[0].losses[:20]):
+        loss = plain.loss(plain.model(order.own_inputs(number)), order.targets(number)) / 100
+        assert float(loss.detach()) == pytest.approx(expected, rel=1e-4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
 
 
 def test_ten_passes_stand_beside_the_published_ones():

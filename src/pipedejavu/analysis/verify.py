@@ -167,15 +167,14 @@ def promised_versions(program: Program, a: Action) -> tuple[int, int]:
     plan, update = program.plan, a.microbatch // program.update_size
     last_stage = program.pieces[-1].stage
     if plan.version.kind == "stash":
-        staleness = last_stage - program.pieces[a.piece].stage
-        if plan.place.stage_replicas or plan.feed.microbatches > 1:
-            return max(0, update - staleness), update
-        return max(0, update - staleness), max(0, update - staleness)
+        oldest = program.oldest_read(update, last_stage - program.pieces[a.piece].stage)
+        is_one = not plan.place.stage_replicas and plan.feed.microbatches == 1
+        return oldest, oldest if is_one else update
     version = {
         "sync": update,
         "local": update,
-        "vertical": max(0, update - last_stage),
-        "double-buffer": max(0, update - 1),
+        "vertical": program.oldest_read(update, last_stage),
+        "double-buffer": program.oldest_read(update, 1),
         "torn": -1,
     }[plan.version.kind]
     return version, version

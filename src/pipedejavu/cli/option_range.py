@@ -47,6 +47,7 @@ RANGES = {
     "eval_every": OptionRange("a number of updates"),
     "steps": OptionRange("a number of updates"),
     "head_chunks": OptionRange("a number of chunks of tokens"),
+    "flushed_updates": OptionRange("a number of updates", 0),
     "trim": OptionRange("a number of contributions", 0),
     "tries": OptionRange("a number of plans"),
     "init_candidates": OptionRange("a number of initialisations"),

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipedejavu.facts import format_bytes, format_seconds
-from pipedejavu.search import Advised, MemoryNeed, RankedPlan, SearchResult
+from pipedejavu.search import Advised, GivenUp, MemoryNeed, RankedPlan, SearchResult
 from pipedejavu.search.ranking import NEAR
 from pipedejavu.search.rivals import describe_rivals
 
@@ -15,6 +15,8 @@ class PlanAnswer(NamedTuple):
     result: SearchResult
     leaner: tuple[RankedPlan, ...]
     advice: Advised
+    given_up: GivenUp | None = None
+    """What the best plan gives up against the fastest exact one, if it is stale."""
 
 
 def explain(best: RankedPlan, answer: PlanAnswer, *, by_price: bool = False) -> list[str]:
@@ -24,13 +26,15 @@ def explain(best: RankedPlan, answer: PlanAnswer, *, by_price: bool = False) -> 
     if others:
         next_ = others[0]
         ratio = _score(next_, by_price) / _score(best, by_price) if _score(best, by_price) else 1.0
-        if ratio < NEAR:
+        if ratio * NEAR < 1:
+            lines[0] += f" '{next_.plan.name}' {cost.format(f'{ratio:.2f}')}, but lost more accuracy in the study."
+        elif ratio < NEAR:
             lines[0] += (
                 f" '{next_.plan.name}' {cost.format(f'{ratio:.3f}')}; of plans within 1 % the simplest comes first."
             )
         else:
             lines[0] += f" '{next_.plan.name}' {cost.format(f'{ratio:.2f}')}: {next_.bound}."
-    lines += filter(None, [describe_rivals([best, *others])])
+    lines += filter(None, [str(answer.given_up or ""), describe_rivals([best, *others])])
     lines += [f"  {reason}" for reason in best.reasons]
     if not best.is_runnable:
         lines.append(f"It is only costed: {best.only_costed}.")

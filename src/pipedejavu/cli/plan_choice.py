@@ -96,6 +96,8 @@ def check_options(request: TrainRequest, *, is_searched: bool) -> None:
         )
     if is_searched and request.trim is not None:
         raise InputError("--trim is for plans that score contributions; use --plan preset:zeno")
+    if is_searched and request.flushed_updates:
+        raise InputError("--flushed-updates is for pipelines that never drain; use --plan preset:pipedream")
     if is_searched and request.cpu_share is not None:
         raise InputError(
             "--plan auto chooses the CPU's share itself; leave --cpu-share out, or use --plan preset:coarse"
@@ -177,6 +179,8 @@ def choose_plan(request: TrainRequest, num_processes: int | None) -> Plan:
     plan = _read_sized(request, num_processes)
     if request.head_chunks is not None:
         plan = plan.replace(order=plan.order.replace(head_chunks=request.head_chunks))
+    if request.flushed_updates is not None:
+        plan = plan.replace(version=plan.version.replace(flushed_updates=request.flushed_updates))
     return plan if request.cpu_share is None else _with_cpu_share(plan, request.cpu_share)
 
 

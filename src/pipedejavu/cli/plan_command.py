@@ -44,6 +44,7 @@ from pipedejavu.search import (
     find_largest,
     leaner_plans,
     nothing_fits,
+    price_of_staleness,
     search,
 )
 from pipedejavu.simulate import JobChance, PastJob, devices_of, job_chance, key_of, scale_of, simulate
@@ -86,6 +87,13 @@ class PlanRequest:
         int | None, typer.Option(help="Updates of the training, to say how long all of it takes with the best plan.")
     ] = None
     staleness: Annotated[int, typer.Option(help="Most updates by which weights may be stale; 0 is synchronous.")] = 0
+    correction: Annotated[
+        str,
+        typer.Option(
+            help="What restores the accuracy of stale plans: auto (what lost least in the study), none,"
+            " weight-prediction, discrepancy, delay-compensation or rates."
+        ),
+    ] = "auto"
     costed: Annotated[bool, typer.Option(help="Include plans that are only costed, not run.")] = False
     data: Annotated[
         str | None, typer.Option(help="For --search genetic: the data that it trains on, as for 'train'.")
@@ -107,7 +115,7 @@ class PlanRequest:
     def search_options(self) -> SearchOptions:
         """Returns the options of the search; raises InputError with all faults."""
         prices = read_amounts("price", self.price)
-        names = ("batch", "samples", "objective", "staleness", "seed", "candidates")
+        names = ("batch", "samples", "objective", "staleness", "correction", "seed", "candidates")
         form: dict[str, object] = {name: getattr(self, name) for name in names}
         form |= {"searcher": self.search, "time_budget_s": self.time_budget, "is_runnable": not self.costed}
         return SearchOptions.from_json(json.dumps({**form, "prices": prices}), source="the options of plan").agreed()
@@ -127,10 +135,11 @@ class PlanInputs(NamedTuple):
 def run(request: PlanRequest) -> None:
     """Searches, and prints or writes the result.
 
-    The best plan takes one search. Advice takes one more per change that it considers (a larger batch, stale weights,
-    faster links, more memory, one more GPU), since each has another machine or other options: about seven searches in
-    all on a host with GPUs. `--html` adds up to six with less memory. Only the objectives batch, blocks and context
-    repeat one: `find_largest` ends with a search for the largest question, without its alternatives.
+    The best plan takes one search, and another one finds the fastest exact plan if the best is stale. Advice takes one
+    more per change that it considers (a larger batch, stale weights, faster links, more memory, one more GPU), since
+    each has another machine or other options: about seven searches in all on a host with GPUs. `--html` adds up to six
+    with less memory. Only the objectives batch, blocks and context repeat one: `find_largest` ends with a search for
+    the largest question, without its alternatives.
     """
     if request.search == "genetic":
         asked = DropRequest(
@@ -157,7 +166,8 @@ def run(request: PlanRequest) -> None:
             _, sentences = with_part_times(problem.profile, result.best.machine)
             problem = problem._replace(notes=(*problem.notes, *(f"profile: {sentence}" for sentence in sentences)))
         question = (problem.profile, problem.machine, problem.options, result.best, progress)
-        answer = PlanAnswer(result, leaner_plans(*question) if request.html else (), advise(*question))
+        leaner = leaner_plans(*question) if request.html else ()
+        answer = PlanAnswer(result, leaner, advise(*question), price_of_staleness(*question))
     best = result.best
     if request.steps is not None:
         problem = problem._replace(job=_forecast_job(best, request))
@@ -372,6 +382,7 @@ def _form(best: RankedPlan, answer: PlanAnswer, problem: PlanInputs, request: Pl
         "explain": explain(best, answer, by_price=problem.options.objective == "price"),
         "advice": [json.loads(advice.model_dump_json()) for advice in answer.advice.found],
         "advice_left": answer.advice.left,
+        "gives_up": json.loads(answer.given_up.model_dump_json()) if answer.given_up else None,
         "searcher": result.searcher,
         "is_complete": result.is_complete,
         "num_estimated": result.num_estimated,

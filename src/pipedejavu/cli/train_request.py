@@ -40,6 +40,10 @@ class TrainRequest:
         int | None,
         typer.Option(help="Chunks of tokens in which the head and the loss run; by default chosen with plan auto."),
     ] = None
+    flushed_updates: Annotated[
+        int | None,
+        typer.Option(help="Warm up a pipeline that never drains: flush it before each of the first N updates."),
+    ] = None
     trim: Annotated[int | None, typer.Option(help="Contributions that preset:zeno drops from each update.")] = None
     byzantine: Annotated[
         str | None, typer.Option(help="Make replicas faulty: COUNT:KIND[:FACTOR][@STAGE[:SENT]], such as 2:sign-flip.")
@@ -54,6 +58,9 @@ class TrainRequest:
     data: Annotated[
         str | None, typer.Option(help="A file or folder, or digits, mnist[:DIR], cifar10[:DIR], stdlib, random.")
     ] = None
+    data_on: Annotated[
+        str, typer.Option(help="host, or device: all samples lie on the workers' devices from the start.")
+    ] = "host"
     tokenizer: Annotated[
         str | None, typer.Option(help="A tokenizer.json or its folder, for data in files; by default the model's.")
     ] = None
@@ -193,7 +200,8 @@ class TrainRequest:
     @property
     def has_plan(self) -> bool:
         """Whether the user gave any option that concerns the plan."""
-        names = {"plan", "batch", "cpu_share", "head_chunks", "machine", "devices", "accumulate", *SIZES}
+        names = {"plan", "batch", "cpu_share", "head_chunks", "flushed_updates", "machine", "devices", "accumulate"}
+        names |= {*SIZES}
         return not self.explicit.isdisjoint(names)
 
     @property

@@ -13,7 +13,7 @@ from pipedejavu.engine.device import CPU
 from pipedejavu.engine.handlers import Handlers
 from pipedejavu.engine.job import Batches, Job
 from pipedejavu.engine.rank_wire import RankWire
-from pipedejavu.engine.threads import WorkerRunner, check_runnable, check_units, make_handlers
+from pipedejavu.engine.threads import WorkerRunner, check_begin, check_runnable, check_units, make_handlers
 from pipedejavu.engine.worker_loop import WorkerLoop
 from pipedejavu.facts import InputError, MemoryFile, Span
 from pipedejavu.program import Program, ValueKind
@@ -64,6 +64,7 @@ class RankRun:
         meet()
         last = updates[-1] if isinstance(updates, range) and updates else None
         for number, update in enumerate(updates):
+            check_begin(self.program, update)
             self.handlers.begin(update)
             self.handlers.needs_spans = number % SPANS_EVERY == 1 or update == last
             with allowed_tf32(self.program.plan.precision):

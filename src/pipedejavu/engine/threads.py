@@ -79,6 +79,17 @@ def divides_weights(plan: Plan) -> bool:
     return plan.keep.kind.startswith("zero") or plan.place.stage_shards is not None or plan.cut.kind == "layout"
 
 
+def check_begin(program: Program, update: int) -> None:
+    """Raises InputError if the program flushes other updates than those that are to be flushed from an update on."""
+    plan = program.plan
+    if (asked := plan.num_flushed_from(update)) != plan.num_flushed:
+        raise InputError(
+            f"plan '{plan.name}' flushes the first {plan.version.flushed_updates} updates of a run: {asked} of the"
+            f" {plan.steps} from update {update} on, where its program flushes {plan.num_flushed}; give it as many"
+            " steps as the run has updates"
+        )
+
+
 def check_units(program: Program, job: Job) -> None:
     """Raises InputError if the plan splits the backward and a unit is compiled, as it runs its backward as a whole."""
     if not program.plan.splits_backward:
@@ -127,6 +138,7 @@ class Threads:
         """
         if self.failure is not None:
             raise self.failure
+        check_begin(self.program, self.updates)
         results: list[list[Span] | BaseException] = []
         started, errors = 0, list[BaseException]()
         try:

@@ -13,6 +13,7 @@ from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
 from pipedejavu.launch.handover import Handover
 from pipedejavu.launch.measure_plan import describes_plan, measure_messages, measure_plan, open_model
+from pipedejavu.launch.resident_check import check_resident
 from pipedejavu.launch.run_check import check_run
 from pipedejavu.plan import Plan
 from pipedejavu.planner.compile_choice import CompiledPlan, asked_plan, decide_compile, refuse_compile, with_mode
@@ -110,6 +111,7 @@ def plan_run(
         if steps != plan.steps:
             plan = plan.replace(steps=steps)
             program = _compile(plan, profile, machine, ranks)
+    check_resident(options, program, ranks, prepared)
     remark = check_run(options, program, ranks, prepared) if options.check_model and not start.step else ""
     if options.byzantine:
         Byzantine.parse(options.byzantine).check(program.plan, program.num_replicas)
@@ -264,4 +266,5 @@ def _adapt(plan: Plan, options: TrainOptions, ranks: RankGroup, start: RunStart)
         )
     if (options.clip_norm is not None or options.on_nan == "skip") and plan.reduce.clip == "none":
         plan = plan.replace(reduce=plan.reduce.replace(clip="global"))
-    return plan.replace(steps=steps_of(plan, options, start.step))
+    first = start.step if plan.version.flushed_updates else 0
+    return plan.replace(steps=steps_of(plan, options, start.step), first_update=first)

@@ -18,7 +18,7 @@ from pipedejavu.store import Checkpoint
 
 CHANGEABLE = {
     "steps", "epochs", "eval_every", "sample", "price", "lr", "clip_norm", "on_nan", "max_consecutive_skips", "on_oom",
-    "checkpoint_every", "hang_after_s", "log", "replan", "compile",
+    "checkpoint_every", "hang_after_s", "log", "replan", "compile", "data_on",
 }  # fmt: skip
 """Options that may change when a run is resumed."""
 
@@ -147,4 +147,5 @@ def is_same_plan(requested: Plan, known: Plan) -> bool:
     precision = known.precision if requested.precision == Precision() else requested.precision
     settled = {"place": place, "feed": feed, "cut": cut, "reduce": reduce, "is_compiled": known.is_compiled}
     settled["precision"] = precision
+    settled["first_update"] = known.first_update
     return requested.replace(steps=known.steps, decisions=known.decisions, **settled) == known

@@ -48,6 +48,7 @@ from pipedejavu.run.worker_result import WorkerResult
 from pipedejavu.session.training_session import RankWorker, TrainingSession
 from pipedejavu.source.host_threads import HostThreads
 from pipedejavu.source.read_ahead import ReadAhead
+from pipedejavu.source.resident_batches import ResidentBatches
 from pipedejavu.source.task import Prepared, SteadyBatches, num_kept, prepare
 from pipedejavu.store import Checkpoint, CheckpointDir, Saver
 
@@ -106,11 +107,12 @@ class Rank:
         kept = num_kept(program, self.rank)
         self.read_ahead: ReadAhead | None = None
         """Reads each microbatch ahead if this worker reads all of them, once and in order."""
-        if len(program.workers) == 1 and kept == 1:
+        resident = ResidentBatches(self.order, program, self.rank) if options.data_on == "device" else None
+        if len(program.workers) == 1 and kept == 1 and resident is None:
             pins = device_of(program, 0).type == "cuda"
             self.read_ahead = ReadAhead(self.order, options.steps * program.update_size, pins=pins)
         self.order.keep(kept + 1)
-        self.batches = SteadyBatches(self.read_ahead or self.order)
+        self.batches = SteadyBatches(resident or self.read_ahead or self.order)
         self.replicas = ReplicaCheck(program, self.job, options.check_replicas, start.step)
         self.moves: list[Move] = []
         self.spans: list[Span] = []

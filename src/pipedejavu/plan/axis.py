@@ -188,10 +188,14 @@ class Version(Record):
     rate_updates: int = Field(default=0, ge=0)
     """Updates over which the learning rate of a stage rises from its value divided by the stage's delay to its value;
     0 for no such scaling."""
+    flushed_updates: int = Field(default=0, ge=0)
+    """Updates at the beginning of a run before each of which the pipeline is flushed, so that they are exact: a
+    warm-up. Corrections, and the scaling of rates, begin after it."""
 
     def __str__(self) -> str:
-        parts = [self.kind] + [self.correction] * (self.correction != "none")
-        return " + ".join(parts + [f"rates({self.rate_updates})"] * (self.rate_updates > 0))
+        parts: list[str] = [self.kind] + [self.correction] * (self.correction != "none")
+        parts += [f"rates({self.rate_updates})"] * (self.rate_updates > 0)
+        return " + ".join(parts + [f"flushed({self.flushed_updates})"] * (self.flushed_updates > 0))
 
 
 class Reduce(Record):

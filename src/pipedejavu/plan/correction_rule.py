@@ -23,11 +23,14 @@ def velocity_decay(plan: Plan, late: int) -> float:
 
 
 def rate_factor(plan: Plan, late: int, update: int) -> float:
-    """Returns the factor of a learning rate on a stage that is `late` updates late: late^−p, p falling from 1 to 0."""
-    span = plan.version.rate_updates
-    if not span or late < 2:
+    """Returns the factor of a learning rate on a stage that is `late` updates late: late^−p, p falling from 1 to 0.
+
+    No stage is late in the flushed updates of a run; the factor rises after them.
+    """
+    span, stale = plan.version.rate_updates, update - plan.version.flushed_updates
+    if not span or late < 2 or stale < 0:
         return 1.0
-    return float(late ** -(1 - min(update / span, 1.0)))
+    return float(late ** -(1 - min(stale / span, 1.0)))
 
 
 def _has_correction(plan: Plan) -> bool:
@@ -93,6 +96,16 @@ CORRECTION_RULES = (
         lambda plan, _: plan.version.rate_updates > 0 and not plan.is_flush_free,
         "version.rate_updates divides the learning rate by the known delay of a stage, and order '{order}' has none",
         "leave version.rate_updates out, or use order '1f1b-async'",
+    ),
+    Rule(
+        lambda plan, _: plan.version.flushed_updates > 0 and not plan.is_flush_free,
+        "version.flushed_updates flushes a pipeline that else never drains, and order '{order}' always drains",
+        "leave version.flushed_updates out, or use order '1f1b-async'",
+    ),
+    Rule(
+        lambda plan, _: plan.version.flushed_updates > 0 and plan.reduce.gate == "bound",
+        "gate 'bound' counts waves of updates in a pipeline that never drains, and version.flushed_updates drains it",
+        "leave version.flushed_updates out, or use preset:pipedream",
     ),
     Rule(
         lambda plan, profile: (

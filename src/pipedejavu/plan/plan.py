@@ -32,6 +32,8 @@ class Plan(Record):
     precision: Precision = Precision()
     steps: int = Field(default=1, ge=1)
     """Updates per program; a run repeats the program."""
+    first_update: int = Field(default=0, ge=0)
+    """The update of the run that the program begins with, if the first updates of the run are flushed."""
     bucket_bytes: Bytes = 25 * 2**20
     """Bytes of gradients that are reduced together if the order is eager."""
     is_compiled: bool = False
@@ -92,6 +94,16 @@ class Plan(Record):
     def is_flush_free(self) -> bool:
         """Whether the pipeline continues from one update to the next without a flush."""
         return self.order.kind == "1f1b-async"
+
+    @property
+    def num_flushed(self) -> int:
+        """Updates at the beginning of the program before each of which a pipeline that else never drains is flushed."""
+        return self.num_flushed_from(self.first_update)
+
+    def num_flushed_from(self, update: int) -> int:
+        """Returns the same number for a program that begins with another update of the run."""
+        left = self.version.flushed_updates - update
+        return min(max(left, 0), self.steps) if self.is_flush_free else 0
 
     @property
     def splits_backward(self) -> bool:

@@ -1,5 +1,7 @@
 """`compile`: turns a plan, a profile and a machine into a program, in small passes."""
 
+from itertools import accumulate
+
 from pipedejavu.facts import InputError, Machine, Profile, paused_collector
 from pipedejavu.plan import Decision, Plan
 from pipedejavu.plan.rule import check_plan
@@ -144,13 +146,15 @@ def _with_workers(program: Program, pipelines: list[Pipeline]) -> Program:
     limits: dict[int, int] = {}
     ready: set[int] = set()
     for pipeline in pipelines:
-        rounds, count = (1, pipeline.count * plan.steps) if plan.is_flush_free else (plan.steps, pipeline.count)
+        spans = (1,) * plan.num_flushed + (plan.steps - plan.num_flushed,) if plan.is_flush_free else (1,) * plan.steps
+        firsts = accumulate((0, *spans[:-1]))  # the update that each part between two flushes begins with
+        parts = [(first * pipeline.count, span * pipeline.count) for first, span in zip(firsts, spans, strict=True)]
         for rank, worker in enumerate(pipeline.workers):
             sequence = sequences.setdefault(worker, [])
-            for t in range(rounds):
+            for first, count in parts:
                 for kind, chunk, k in pipeline.slots(rank, count):
                     replica, stage = pipeline.stage_of(rank, chunk)
-                    n = t * pipeline.count + k
+                    n = first + k
                     microbatch = n // pipeline.count * size + pipeline.offset + n % pipeline.count
                     order = stage_pieces[stage] if kind == FORWARD else reversed(stage_pieces[stage])
                     sequence += [Action(kind, piece, replica, microbatch) for piece in order]

@@ -188,6 +188,10 @@ class Program:
             return -(-(last - self.pieces[piece].stage) // plan.feed.microbatches)
         return last if plan.version.kind == "vertical" else 1
 
+    def oldest_read(self, update: int, late: int) -> int:
+        """Returns the version that is `late` updates old at an update, or the last one that a flush left behind."""
+        return max(update - late, min(update, self.plan.num_flushed))
+
     def fed_by(self, replica: int, update: int) -> tuple[int, ...]:
         """Returns the microbatches of an update that one replica trains on."""
         first = update * self.update_size + sum(map(len, self.parts[:replica]))

@@ -90,8 +90,8 @@ class _UpdatePass:
                 "sync": update,
                 "local": update,
                 "stash": self.newest[key],
-                "vertical": max(0, update - (self.program.pieces[-1].stage)),
-                "double-buffer": max(0, update - 1),
+                "vertical": self.program.oldest_read(update, self.program.pieces[-1].stage),
+                "double-buffer": self.program.oldest_read(update, 1),
                 "torn": -1,
             }[self.plan.version.kind]
         elif self.plan.version.correction == "discrepancy":

@@ -90,7 +90,9 @@ def _section(found: ExperimentFindings) -> str:
     ]
     if found.compared:
         rows = [[Cell(c.name, head=True), Cell(c.today), Cell(c.published), Cell(c.meaning)] for c in found.compared]
-        parts.append(render_table(("Figure", "Today", "Published", "What it says"), rows, "compared"))
+        count = 4 if any(c.meaning for c in found.compared) else 3
+        heads = ("Figure", "Today", "Published", "What it says")[:count]
+        parts.append(render_table(heads, [row[:count] for row in rows], "compared"))
     if found.charts:
         parts.append(f'<div class="columns">{"".join(map(render_chart, found.charts))}</div>')
     parts += map(_table, found.tables)

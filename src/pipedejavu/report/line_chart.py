@@ -16,6 +16,8 @@ _MAX_POINTS = 400
 _HEIGHT = 260
 _BOX = 1000
 _LEAST = 1e-12
+_NEAR = 0.005
+"""Share of the height by which curves that lie on one another differ at most."""
 
 
 class Curve(NamedTuple):
@@ -52,25 +54,42 @@ def render_chart(chart: LineChart) -> str:
     across = _scale([x for x, _ in points], chart.has_log_x)
     up = _scale([y for _, y in points], chart.has_log_y)
     drawn = [*_ticks(across, up)]
-    for number, curve in enumerate(chart.curves):
-        drawn += _curve(curve, f"curve {_style(number)}", across, up)
+    styles = _styles(chart.curves, up)
+    for curve, style in zip(chart.curves, styles, strict=True):
+        drawn += _curve(curve, f"curve {style}", across, up)
     label = f"{chart.title}: {chart.y} over {chart.x} of {', '.join(curve.name for curve in chart.curves)}"
     svg = f'<svg role="img" aria-label="{escape(label)}" height="{_HEIGHT}">{"".join(drawn)}</svg>'
     return (
         f"<figure><figcaption><b>{escape(chart.title)}</b> <small>{escape(chart.y)} over {escape(chart.x)}</small>"
-        f'</figcaption><div class="panel plane">{svg}</div>{_legend(chart.curves)}</figure>'
+        f'</figcaption><div class="panel plane">{svg}</div>{_legend(chart.curves, styles)}</figure>'
     )
 
 
-def _style(number: int) -> str:
-    return f"c{number % NUM_STYLES}" + (" dashed" if number >= NUM_STYLES else "")
+def _styles(curves: Sequence[Curve], up: _Scale) -> list[str]:
+    """Returns the classes of each curve; one that covers earlier ones has gaps, through which these are seen."""
+    styles = []
+    for number, curve in enumerate(curves):
+        covered = sum(_covers(curve, other, up) for other in curves[:number])
+        gaps = f" over{min(covered, 2)}" if covered else " dashed" if number >= NUM_STYLES else ""
+        styles.append(f"c{number % NUM_STYLES}{gaps}")
+    return styles
 
 
-def _legend(curves: Sequence[Curve]) -> str:
+def _covers(curve: Curve, other: Curve, up: _Scale) -> bool:
+    """Whether two curves lie on one another wherever both are drawn."""
+    pairs = [*zip(curve.points, other.points, strict=False)]
+    return bool(pairs) and all(
+        (isfinite(a[1]) and isfinite(b[1]) and abs(up.position(a[1]) - up.position(b[1])) < _NEAR and a[0] == b[0])
+        or not (isfinite(a[1]) or isfinite(b[1]))
+        for a, b in pairs
+    )
+
+
+def _legend(curves: Sequence[Curve], styles: Sequence[str]) -> str:
     entries = (
-        f'<span><svg class="sample" width="26" height="8"><line class="curve {_style(number)}" x1="0" x2="26" y1="4"'
+        f'<span><svg class="sample" width="26" height="8"><line class="curve {style}" x1="0" x2="26" y1="4"'
         f' y2="4"></line></svg>{escape(curve.name)}</span>'
-        for number, curve in enumerate(curves)
+        for curve, style in zip(curves, styles, strict=True)
     )
     return f'<div class="legend">{"".join(entries)}</div>'
 
@@ -84,6 +103,8 @@ def _scale(values: Sequence[float], is_log: bool) -> _Scale:
         if len(ticks) < 3:
             between = (n * 10.0**k for k in range(floor(low), ceil(high) + 1) for n in (1, 2, 5))
             ticks = [tick for tick in between if low <= log10(tick) <= high]
+        if len(ticks) < 3:
+            ticks = [*round_ticks(10**low, 10**high)]
         return _Scale(lambda value: (log10(max(value, _LEAST)) - low) / (high - low), ticks)
     margin = (high - low or abs(high) or 1.0) / 20
     low, high = (0.0 if 0 <= low <= margin else low - margin), high + margin

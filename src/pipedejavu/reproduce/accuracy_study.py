@@ -78,7 +78,7 @@ def run(setting: Setting) -> ExperimentFindings:
     for title, count in updates.items():
         study, rows = models[title], []
         for algorithm in chosen:
-            rate = _own_rate(study, algorithm, workers, count, seeds.stop)
+            rate = _own_rate(study, algorithm, workers, setting.pick(count // 3, count, count), seeds.stop)
             setting.report(f"{title}: {algorithm.name} with a learning rate of {rate:g}")
             rows.append(run_algorithm(study, algorithm, workers, count, seeds, rate))
         rates[title] = {row.algorithm.name: row.rate for row in rows}
@@ -98,7 +98,7 @@ def run(setting: Setting) -> ExperimentFindings:
         ("learning rate", "each algorithm's own: of three rates about a factor of 3 apart, and of more while the best"
                           f" is at the edge, that with the least loss on 1/{HELD_OUT} of the training samples, held"
                           f" out, with seed {seeds.stop}"),
-        ("cluster", f"{HOSTS} hosts with a {CPU} each, 25 Gb/s and 20 µs between them"),
+        ("cluster", f"{HOSTS} hosts with an {CPU} each, 25 Gb/s and 20 µs between them"),
     ]  # fmt: skip
     return ExperimentFindings(
         "", "", "What does staleness cost, and what restores it, at which price in time and memory?",
@@ -130,8 +130,10 @@ def run_algorithm(
         plan = algorithm.plan(workers, study.samples, max(1, updates // points))
         try:
             if algorithm.warm_up:
-                exact = ALGORITHMS[0].plan(workers, study.samples, 1)
-                first = run.train(exact, round(algorithm.warm_up * updates), updates // points, keeps_state=True)
+                flushed = round(algorithm.warm_up * updates)
+                plan = plan.replace(version=plan.version.replace(flushed_updates=flushed))
+                first = run.train(plan, flushed, updates // points, keeps_state=True)
+                plan = plan.replace(first_update=flushed)
             courses.append(run.train(plan, updates // replicas, 1, before=first))
         except InputError as error:
             reason = error.faults[0] if isinstance(error, FaultsError) else str(error)
@@ -143,14 +145,18 @@ def _cells(row: StudyRow, exact: StudyRow) -> tuple[str, ...]:
     if row.refusal:
         return (row.algorithm.name, "", f"refused: {row.refusal}", *[""] * (len(_HEADS) - 3))
     ends = [course.evaluations[-1] for course in row.courses]
-    gaps = [a - b for a, b in zip(row.accuracies, exact.accuracies, strict=True)]
     fullest = max(worker.peak_bytes for worker in simulate(row.courses[0].program).workers)
     return (
         row.algorithm.name, f"{row.rate:g}",
-        describe_mean(row.accuracies, ".1f"), describe_mean(gaps, ".1f", sign=True),
+        describe_mean(row.accuracies, ".1f"), describe_mean(_gaps(row, exact), ".1f", sign=True),
         describe_mean(row.losses), f"{ends[0].simulated_s:.3f}",
         f"{fmean(end.elapsed_s for end in ends):.2f}", format_bytes(fullest),
     )  # fmt: skip
+
+
+def _gaps(row: StudyRow, exact: StudyRow) -> list[float]:
+    """Returns by how many points the final accuracies differ from those of exact training, by seed."""
+    return [a - b for a, b in zip(row.accuracies, exact.accuracies, strict=True)]
 
 
 def _charts(title: str, rows: Sequence[StudyRow]) -> list[LineChart]:
@@ -185,7 +191,7 @@ def _compared(title: str, rows: Sequence[StudyRow]) -> list[Compared]:
     exact = rows[0]
     compared = []
     for row in (row for row in rows if row.algorithm.name in known and row.courses):
-        points = [a - b for a, b in zip(row.accuracies, exact.accuracies, strict=True)]
+        points = _gaps(row, exact)
         losses = [a - b for a, b in zip(row.losses, exact.losses, strict=True)]
         text = f"{describe_mean(points, '.1f', sign=True)} points, loss {describe_mean(losses, '.2f', sign=True)}"
         compared.append(Compared(f"{title}: {row.algorithm.name} against 1f1b", text, known[row.algorithm.name]))
@@ -215,14 +221,19 @@ def _sweep(
 ) -> FindingsTable:
     """Returns accuracies of some algorithms with other numbers of workers, and their simulated seconds."""
     counts = setting.pick((2,), (2, 8), (2, 4, 8))
-    rows = []
+    rows, exact = [], list[StudyRow]()
     for algorithm in (algorithm for algorithm in ALGORITHMS if algorithm.name in _SWEPT):
         setting.report(f"{algorithm.name} with {' and '.join(map(str, counts))} workers")
         made = [run_algorithm(study, algorithm, count, updates, seeds, rates[algorithm.name]) for count in counts]
-        rows.append((algorithm.name, *(
-            text for row in made
-            for text in (describe_mean(row.accuracies, ".1f"), f"{row.courses[0].evaluations[-1].simulated_s:.3f}")
-        )))  # fmt: skip
-    heads = [text for count in counts for text in (f"Accuracy, {count} workers", f"Simulated s, {count}")]
+        exact = exact or made  # 1f1b is the first
+        rows.append((algorithm.name, *(text for row, best in zip(made, exact, strict=True) for text in (
+            describe_mean(row.accuracies, ".1f"), describe_mean(_gaps(row, best), ".1f", sign=True),
+            f"{row.courses[0].evaluations[-1].simulated_s:.3f}",
+        ))))  # fmt: skip
+    heads = [
+        f"{count} workers: {what}"
+        for count in counts
+        for what in ("accuracy, %", "against 1f1b, points", "simulated s")
+    ]
     title = "The MLP with other numbers of workers, at the learning rates of 4 workers"
     return FindingsTable(title, ("Algorithm", *heads), rows)

@@ -25,7 +25,7 @@ class Algorithm:
     plan: Callable[[int, int, int], Plan]
     """Takes workers, samples per update and updates per round."""
     warm_up: float = 0.0
-    """Share of the samples that a synchronous pipeline trains first."""
+    """Share of the updates that are flushed."""
     replicas: Callable[[int], int] = lambda _: 1
     """Workers that make updates of their own, of so many workers."""
 

@@ -58,7 +58,7 @@ def run(setting: Setting) -> ExperimentFindings:
     return ExperimentFindings(
         "", "", "How long does a forward pass take on each device, and how much longer is the first?",
         [("model", f"GPT, {', '.join(sizes)}, {numbers:,} parameters, dropout on"), ("sequences", "1"),
-         ("CPU", f"{processor}, {torch.get_num_threads()} threads"),
+         ("CPU", f"{processor}, {(count := torch.get_num_threads())} thread{'s' * (count > 1)}"),
          ("GPU", torch.cuda.get_device_name() if "cuda" in times_ms else "none")],
         _compared(times_ms), [_chart(times_ms)], [FindingsTable("Each pass", heads, rows)], (), notes,
     )  # fmt: skip

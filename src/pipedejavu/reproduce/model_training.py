@@ -5,26 +5,24 @@ of the same plans on a described machine with two GPUs.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from pipedejavu.engine import AdamW
-from pipedejavu.facts import Cluster, compose, format_bytes
+from pipedejavu.facts import Cluster, Machine, compose, format_bytes
 from pipedejavu.facts.cluster import HostGroup
 from pipedejavu.plan import Plan, preset
-from pipedejavu.planner.profiling import estimate_task
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Compared, Curve, ExperimentFindings, FindingsTable, LineChart
 from pipedejavu.reproduce.experiment import Setting
 from pipedejavu.reproduce.study_data import choose_images
 from pipedejavu.reproduce.text_model import Kind, choose_text_model
-from pipedejavu.reproduce.training_study import Course, StudyRun, TrainingStudy
+from pipedejavu.reproduce.training_study import CPU, Course, StudyRun, TrainingStudy
 from pipedejavu.simulate import simulate
 from pipedejavu.zoo import Dataset, form_of, open_data
 
-_GPU, _CPU = "a100-80gb", "epyc-7763"
+_GPU = "a100-80gb"
 _PLANS: dict[str, Callable[[int], Plan]] = {
     "one worker": lambda samples: preset("ddp").at(workers=1, microbatches=1, samples=samples),
     "pipeline of 2": lambda samples: preset("1f1b").at(workers=2, microbatches=2, samples=samples // 2),
@@ -83,12 +81,13 @@ def _train(setting: Setting, size: TrainedModel, data: str, notes: list[str]) ->
     study = TrainingStudy(
         model=size.model, data=data, samples=size.samples, optimizer=AdamW(lr=1e-3, weight_decay=0.0),
         options=size.options, test=_test_data(size, data),
-        most_tested=setting.pick(16, 64, 1024),
+        most_tested=setting.pick(16, 64, 1024), estimated_on=_gpus(1),
     )  # fmt: skip
     courses: dict[str, Course] = {}
+    run = StudyRun(study, setting.seed)  # workers train copies, so each plan begins with the same weights
     for name, plan in _PLANS.items():
         setting.report(f"{size.title}: {name}")
-        courses[name] = StudyRun(study, setting.seed).train(plan(size.samples), size.updates)
+        courses[name] = run.train(plan(size.samples), size.updates)
     first, *others = courses.values()
     apart = max(abs(a - b) for other in others for a, b in zip(first.losses, other.losses, strict=True))
     rates = _simulated(study, size)
@@ -107,7 +106,7 @@ def _train(setting: Setting, size: TrainedModel, data: str, notes: list[str]) ->
         "", "", "Do one worker, a pipeline and replicas make the same updates, and how fast?",
         [("model", f"{size.title}, {parameters:,} parameters"), ("data", data.partition(":")[0]),
          ("update", f"{size.samples} samples"), ("updates", f"{size.updates}"), ("optimizer", "AdamW, 0.001"),
-         ("simulated machine", f"2 × {_GPU}, {_CPU}")],
+         ("simulated machine", f"2 × {_GPU}, {CPU}")],
         [Compared("training loss, first and last update", falls), Compared("test accuracy", f"{end.accuracy:.1%}"),
          Compared("largest difference between plans in the loss of an update", f"{apart:.2g}", meaning="rounding")
          if not has_norm else
@@ -129,12 +128,14 @@ def _test_data(size: TrainedModel, data: str) -> Dataset | None:
 
 def _simulated(study: TrainingStudy, size: TrainedModel) -> dict[str, tuple[str, str]]:
     """Returns, by plan, simulated samples per second and the peak memory on two GPUs."""
-    machine = compose(Cluster(name="two GPUs", hosts=(HostGroup(gpus=(f"2 x {_GPU}",), cpu=_CPU),)))
-    task = replace(study, machine=machine).task(0, "meta")
-    profile = estimate_task(study.model, task, size.samples, machine, lambda _: None).profile
     found = {}
     for name, plan in _PLANS.items():
-        prediction = simulate(compile_plan(plan(size.samples), profile, machine, fold=False))
+        prediction = simulate(compile_plan(plan(size.samples), study.profile, _gpus(2), fold=False))
         peak = max(worker.peak_bytes for worker in prediction.workers)
         found[name] = f"{size.samples / prediction.makespan_s:,.0f}", format_bytes(peak)
     return found
+
+
+def _gpus(count: int) -> Machine:
+    """Returns a host with so many GPUs and the CPU of the study's hosts."""
+    return compose(Cluster(name=f"{count} GPUs", hosts=(HostGroup(gpus=(f"{count} x {_GPU}",), cpu=CPU),)))

@@ -6,7 +6,7 @@ workers, in turns.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
 
@@ -24,7 +24,7 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Compared, ExperimentFindings, FindingsTable
 from pipedejavu.reproduce.cell_chain import CellChain
 from pipedejavu.reproduce.experiment import Setting
-from pipedejavu.reproduce.training_study import hosts_with_cpus
+from pipedejavu.reproduce.training_study import CPU, hosts_with_cpus
 from pipedejavu.simulate import simulate
 from pipedejavu.source.task import SampleOrder, loss_of
 from pipedejavu.zoo import Task, build, open_data
@@ -32,6 +32,8 @@ from pipedejavu.zoo.form import ImageForm
 from pipedejavu.zoo.loss import cross_entropy
 
 SAMPLES, MICROBATCHES, STAGES = 8, 8, 4
+_EACH = ("1 x a100-80gb", "1 x v100-16gb")
+"""The kinds of GPUs that times are estimated for."""
 _SPLITS = ("naive", "analytical")
 _ROUNDS = 4
 _REAL_HEADS = ("Model", "Naive, images/s", "Analytical, images/s", "Ratio")
@@ -46,14 +48,16 @@ def run(setting: Setting) -> ExperimentFindings:
     rows, real, gains = [], [], dict[str, list[float]]()
     for name, make in _models(setting).items():
         setting.report(f"simulating {name}")
+        every = compose(Cluster(name="every kind", hosts=(HostGroup(gpus=_EACH, cpu=CPU),)))
+        profile = estimate_task(name, make("meta"), SAMPLES, every, lambda _: None).profile
         for title, counted in gpus.items():
-            machine = compose(Cluster(name=title, hosts=(HostGroup(gpus=counted, cpu="epyc-7763"),)))
-            found = {split: _simulated(name, make, machine, split) for split in _SPLITS}
+            machine = compose(Cluster(name=title, hosts=(HostGroup(gpus=counted, cpu=CPU),)))
+            found = {split: _simulated(profile, machine, split) for split in _SPLITS}
             for split, (rate, memory, bounds) in found.items():
-                rows.append((f"{name}, {title}", split, f"{bounds}", f"{rate:,.0f}", memory))
+                rows.append((f"{name}, {title}", split, _listed(bounds), f"{rate:,.0f}", memory))
             gains.setdefault(title, []).append(found["analytical"][0] / found["naive"][0])
         setting.report(f"running {name} on two workers")
-        real += _run_both(name, make, setting)
+        real += _run_both(name, make, profile, setting)
     means = {title: sum(ratios) / len(ratios) for title, ratios in gains.items()}
     answer = "; ".join(f"on {title} by {100 * (ratio - 1):.0f} % on average" for title, ratio in means.items())
     heads = ("Model and machine", "Split", "First units of later stages", "Images/s", "Fullest GPU")
@@ -94,21 +98,19 @@ def _plan(split: str, profile: Profile, stages: int) -> Plan:
     return plan.replace(cut=plan.cut.replace(bounds=bounds))
 
 
-def _simulated(
-    name: str, make: Callable[[str | None], Task], machine: Machine, split: str
-) -> tuple[float, str, tuple[int, ...]]:
+def _simulated(profile: Profile, machine: Machine, split: str) -> tuple[float, str, tuple[int, ...]]:
     """Returns images per second, the peak memory of the fullest worker, and the split."""
-    profile = estimate_task(name, make("meta"), SAMPLES, machine, lambda _: None).profile
     program = compile_plan(_plan(split, profile, STAGES), profile, machine, fold=False)
     prediction = simulate(program)
     peak = format_bytes(max(worker.peak_bytes for worker in prediction.workers))
     return SAMPLES * MICROBATCHES / prediction.makespan_s, peak, program.plan.cut.bounds or ()
 
 
-def _run_both(name: str, make: Callable[[str | None], Task], setting: Setting) -> list[tuple[str, ...]]:
+def _run_both(
+    name: str, make: Callable[[str | None], Task], profile: Profile, setting: Setting
+) -> list[tuple[str, ...]]:
     """Returns the row of real runs, whose rounds take turns; empty if the two splits are the same."""
     machine = hosts_with_cpus()
-    profile = estimate_task(name, make("meta"), SAMPLES, machine, lambda _: None).profile
     programs: dict[str, Program] = {}
     for split in _SPLITS:
         plan = _plan(split, profile, 2)
@@ -132,8 +134,12 @@ def _run_both(name: str, make: Callable[[str | None], Task], setting: Setting) -
     finally:
         torch.set_num_threads(num_threads)
     rates = {split: SAMPLES * MICROBATCHES / median(found[1:]) for split, found in times.items()}
-    cells = [f"{rates[split]:.1f} (cut at {programs[split].plan.cut.bounds})" for split in _SPLITS]
+    cells = [f"{rates[split]:.1f} (cut at {_listed(programs[split].plan.cut.bounds or ())})" for split in _SPLITS]
     return [(name, *cells, f"{rates['analytical'] / rates['naive']:.2f}")]
+
+
+def _listed(bounds: Sequence[int]) -> str:
+    return ", ".join(map(str, bounds))
 
 
 def _threads(program: Program, make: Callable[[str | None], Task], seed: int) -> Threads:

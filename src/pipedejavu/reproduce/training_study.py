@@ -55,6 +55,8 @@ class TrainingStudy:
     """What is trained on in place of the whole training data."""
     most_tested: int = 256
     machine: Machine = field(default_factory=lambda: hosts_with_cpus())
+    estimated_on: Machine | None = None
+    """A machine with all kinds of devices that times are estimated for; by default `machine`."""
     devices: tuple[str, ...] = tuple(f"h{host}/cpu" for host in range(HOSTS))
     """The device of each worker, in order."""
 
@@ -82,9 +84,9 @@ class TrainingStudy:
 
     @cached_property
     def profile(self) -> Profile:
-        """The estimated costs of the units on the cluster's hosts."""
-        task = self.task(0, "meta")
-        return estimate_task(self.model, task, self.samples, self.machine, lambda _: None).profile
+        """The estimated costs of the units on the cluster's hosts, and on what else they are estimated for."""
+        task, machine = self.task(0, "meta"), self.estimated_on or self.machine
+        return estimate_task(self.model, task, self.samples, machine, lambda _: None).profile
 
     def program(self, plan: Plan) -> Program:
         """Compiles a plan with one worker per device; workers that share weights are on the first one."""

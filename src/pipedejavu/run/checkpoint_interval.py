@@ -25,6 +25,12 @@ def steps_of(plan: Plan, options: TrainOptions, start: int) -> int:
         return 1
     if not every or every >= left:
         return left
+    if plan.version.flushed_updates > start:
+        raise InputError(
+            f"plan '{plan.name}' flushes its first {plan.version.flushed_updates} updates, which its program holds"
+            f" together with all others; leave --checkpoint-every {every} out (it is saved after step {options.steps}),"
+            f" or train --steps {max(every, plan.version.flushed_updates)} first and go on with --resume"
+        )
     if left % every:
         near = max(n for n in range(1, every + 1) if left % n == 0)
         raise InputError(

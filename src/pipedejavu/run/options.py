@@ -27,6 +27,8 @@ class TrainOptions(Record):
     """A model of the zoo without 'zoo:', or else 'hf:CONFIG' or 'FILE.py:FUNCTION'."""
     data: str | None = None
     """Name of the data set; by default that of the model's task."""
+    data_on: Literal["host", "device"] = "host"
+    """Where the samples lie: on the host, which sends each batch, or on the workers' devices from the start."""
     tokenizer: str | None = None
     """A tokenizer.json or its folder, for data in files; by default that of the model."""
     columns: str | None = None

@@ -9,11 +9,12 @@ from pipedejavu.facts import Machine, Profile, paused_collector
 from pipedejavu.program.limit import check_devices, check_units
 from pipedejavu.search import dp, exhaustive, gradient_descent, mcmc
 from pipedejavu.search.candidate_plan import PlanningProblem
+from pipedejavu.search.correction_choice import GivenUp, shown, what_is_given_up
 from pipedejavu.search.memory_limit import with_memory
 from pipedejavu.search.plan_pool import Pool
 from pipedejavu.search.planning_problem import problems_of, usable
 from pipedejavu.search.search_options import Progress, SearchOptions
-from pipedejavu.search.search_result import SearchResult
+from pipedejavu.search.search_result import RankedPlan, SearchResult
 from pipedejavu.search.share_offer import offer_beside, offer_shares
 from pipedejavu.search.simulation_queue import Ranked, SimulationQueue, effort, in_order
 
@@ -66,6 +67,17 @@ def search(
     return result
 
 
+def price_of_staleness(
+    profile: Profile, machine: Machine, options: SearchOptions, best: RankedPlan, progress: Progress | None = None
+) -> GivenUp | None:
+    """Returns what a stale plan gives up against the fastest exact one, which it searches for; None for exact plans."""
+    if not best.plan.is_flush_free:
+        return None
+    synchronous = options.replace(staleness=0, correction="auto", candidates=1)
+    exact = search(profile, machine, synchronous, progress).best
+    return what_is_given_up(best, exact) if exact else None
+
+
 TIGHT = 0.7
 """Share of a device's memory above which plans with the head in chunks are searched for too."""
 FASTER = 0.99
@@ -107,7 +119,7 @@ def _may_gain(profile: Profile, result: SearchResult, chunks: int) -> bool:
 def _joined(one: SearchResult, other: SearchResult, options: SearchOptions) -> SearchResult:
     """Returns the best plans of two searches for the same question."""
     return one.replace(
-        candidates=tuple(in_order([*one.candidates, *other.candidates], options)[: options.candidates]),
+        candidates=tuple(shown(in_order([*one.candidates, *other.candidates], options), options.candidates)),
         num_estimated=one.num_estimated + other.num_estimated,
         num_simulated=one.num_simulated + other.num_simulated,
         is_complete=one.is_complete and other.is_complete,
@@ -133,7 +145,7 @@ def _search_form(
         attempt = attempt.beside(_attempt(leaner, profile, machine, options, _OPTIMISTIC), options)
     pool.report(1.0, "done")
     return SearchResult(
-        candidates=tuple(attempt.ranked.candidates),
+        candidates=tuple(shown(attempt.ranked.candidates, options.candidates)),
         searcher=attempt.searcher,
         reason=attempt.reason,
         num_estimated=attempt.num_estimated,
@@ -178,8 +190,7 @@ class _Attempt(NamedTuple):
         if options is not None:
             known = [candidate.plan for candidate in ranked.candidates]
             new = [candidate for candidate in other.ranked.candidates if candidate.plan not in known]
-            both = in_order([*ranked.candidates, *new], options)[: options.candidates]
-            ranked = ranked._replace(candidates=both)
+            ranked = ranked._replace(candidates=in_order([*ranked.candidates, *new], options))
         return self._replace(ranked=ranked, num_estimated=self.num_estimated + other.num_estimated)
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 from pipedejavu.facts import Record
 from pipedejavu.facts.quantity import Seconds
 from pipedejavu.plan import Precision
+from pipedejavu.search.correction_choice import Correction
 
 Searcher = Literal["auto", "exhaustive", "dp", "mcmc", "gradient"]
 Progress = Callable[[float, str], None]
@@ -27,6 +28,9 @@ class SearchOptions(Record):
     """Price per device and hour, by kind; other kinds cost nothing."""
     staleness: int = Field(default=0, ge=0)
     """Most updates by which a microbatch's weights may be old; 0 allows only synchronous plans."""
+    correction: Correction = "auto"
+    """What restores the accuracy of stale plans. `auto`: of the forms of the fastest stale pipeline, the one that lost
+    the least accuracy in the study, if it is faster than the exact plans; `rates`: learning rates by delay."""
     samples: int | None = Field(default=None, ge=1)
     """Samples per microbatch; by default the best size that divides the batch."""
     clip: Literal["none", "global"] = "none"
@@ -56,6 +60,11 @@ class SearchOptions(Record):
         if self.samples is not None and self.batch % self.samples:
             faults.append(
                 f"microbatches of {self.samples} samples do not make up a batch of {self.batch}; use a divisor of it"
+            )
+        if self.correction not in ("auto", "none") and not self.staleness:
+            faults.append(
+                f"correction '{self.correction}' restores what stale weights cost, and none may be stale; allow it"
+                " (--staleness 1), or leave the correction out"
             )
         faults += [
             f"the price of '{kind}' is {price}; it must be 0 or more"

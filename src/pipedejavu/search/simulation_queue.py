@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pipedejavu.plan import Plan
 from pipedejavu.search.candidate_plan import PlanningProblem, Stage
+from pipedejavu.search.correction_choice import corrected, is_corrected, least_loss_first
 from pipedejavu.search.lower_bound import lower_bound_s
 from pipedejavu.search.memory_repair import repaired
 from pipedejavu.search.neighbour import neighbours
@@ -23,7 +24,7 @@ MOST_POLISHES, MOST_NEIGHBOURS = 4, 6
 
 
 class Ranked(NamedTuple):
-    """Plans that fit, the best first, and how many were simulated."""
+    """All plans that fit, the best first, and how many were simulated."""
 
     candidates: list[RankedPlan]
     num_simulated: int
@@ -92,8 +93,8 @@ class SimulationQueue:
         for _ in range(MOST_POLISHES):
             if not self._polish():
                 break
-        ranked = in_order(self.candidates, self.options)[: self.options.candidates]
-        return Ranked(ranked, self.num_simulated, self.notes)
+        self._correct()
+        return Ranked(in_order(self.candidates, self.options), self.num_simulated, self.notes)
 
     @property
     def _best(self) -> float:
@@ -141,12 +142,30 @@ class SimulationQueue:
             self._polished.append(pooled.candidate.stages)
             item = next(self._plans(pooled))
             if item.value < value_of(fastest, self.options):
-                self._waiting = []
-                self._simulate(item)
-                for simulated in self._waiting:
-                    if simulated.timed is not None and simulated.value < value_of(fastest, self.options):
-                        self._admit(simulated._replace(repairs=MOST_REPAIRS), simulated.timed)
+                self._simulate_now(item.plan, pooled, value_of(fastest, self.options))
         return min(self.candidates, key=lambda plan: value_of(plan, self.options)) is not fastest
+
+    def _correct(self) -> None:
+        """Adds the corrected forms of the first stale plan of each kind; keeps only these if one was asked for."""
+        asked = self.options.correction
+        ordered = in_order(self.candidates, self.options) if self.options.staleness and asked != "none" else []
+        firsts = {plan.plan.version.kind: plan for plan in reversed(ordered) if plan.plan.is_flush_free}
+        for base in firsts.values():
+            for plan in corrected(base.plan, base.profile, asked):
+                self._simulate_now(plan, self._origins[id(base)])
+        if firsts and asked != "auto":
+            self.candidates = [
+                plan for plan in self.candidates if not plan.plan.is_flush_free or is_corrected(plan.plan)
+            ]
+
+    def _simulate_now(self, plan: Plan, pooled: PooledPlan, most: float = inf) -> None:
+        """Simulates a plan and admits it if it fits and takes less than `most`."""
+        self._waiting = []
+        self._number += 1
+        self._simulate(_Waiting(0.0, False, self._number, plan, pooled))
+        for simulated in self._waiting:
+            if simulated.timed is not None and simulated.value < most:
+                self._admit(simulated._replace(repairs=MOST_REPAIRS), simulated.timed)
 
     def _plans(self, pooled: PooledPlan) -> Iterator[_Waiting]:
         """Yields the plan of a candidate, and under other schedules if none of its order and feed had them before."""
@@ -167,7 +186,8 @@ class SimulationQueue:
 def in_order(candidates: list[RankedPlan], options: SearchOptions) -> list[RankedPlan]:
     """Returns the plans by time, but of plans within `NEAR` of the fastest the simplest first.
 
-    Plans that divide state over replicas count as `ZERO_NEAR` slower than they are.
+    Plans that divide state over replicas count as `ZERO_NEAR` slower than they are. If the first is stale, its form
+    that lost the least accuracy in the study comes before it.
     """
 
     def handicapped(plan: RankedPlan) -> float:
@@ -178,6 +198,8 @@ def in_order(candidates: list[RankedPlan], options: SearchOptions) -> list[Ranke
     while left:
         near = [n for n, c in enumerate(left) if handicapped(c) <= NEAR * handicapped(left[0])]
         ordered.append(left.pop(min(near, key=lambda n: (effort(left[n]), n))))
+    if options.staleness and options.correction == "auto":
+        return least_loss_first(ordered, lambda plan: value_of(plan, options))
     return ordered
 
 
@@ -194,4 +216,4 @@ def effort(candidate: RankedPlan) -> tuple[bool, int]:
     plan = candidate.plan
     moves = (plan.keep.kind != "replicated") + (plan.keep.activations == "host") + bool(plan.place.stage_shards)
     moves += plan.order.head_chunks > 1
-    return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free
+    return bool(candidate.only_costed), moves + plan.order.has_recompute + plan.is_flush_free + is_corrected(plan)

@@ -195,6 +195,11 @@ class TrainerPlan:
     ) -> PreparedModel:
         """Cuts the model for a plan and compiles it; measures what a search has not."""
         options = self.options
+        if plan.version.flushed_updates:
+            raise InputError(
+                f"plan '{plan.name}' flushes its first {plan.version.flushed_updates} updates, and a Trainer repeats"
+                " one program; leave version.flushed_updates out, or run the plan with 'pipedejavu train'"
+            )
         if options.head_chunks is not None:
             plan = plan.replace(order=plan.order.replace(head_chunks=options.head_chunks))
         if options.clip_norm is not None and plan.reduce.clip == "none":

@@ -216,13 +216,16 @@ def draw(data: Dataset, seed: int, samples: range, step: int = 0) -> tuple[Any, 
 
     The step counts the updates of all epochs, so that it fixes the epoch too.
     """
-    numbers = torch.tensor(samples)
-    epochs = torch.div(numbers, len(data), rounding_mode="floor")
-    parts = [
-        _order(seed, epoch, len(data))[numbers[epochs == epoch] % len(data)] for epoch in sorted({*epochs.tolist()})
-    ]
-    indices = torch.cat(parts)
+    indices = sample_indices(len(data), seed, samples)
     return data.drawn(indices, step) if isinstance(data, SampledDataset) else data.batch(indices)
+
+
+def sample_indices(size: int, seed: int, samples: range) -> torch.Tensor:
+    """Returns which samples of a data set the numbered samples of a run are."""
+    numbers = torch.tensor(samples)
+    epochs = torch.div(numbers, size, rounding_mode="floor")
+    parts = [_order(seed, epoch, size)[numbers[epochs == epoch] % size] for epoch in sorted({*epochs.tolist()})]
+    return torch.cat(parts)
 
 
 @lru_cache(maxsize=4)

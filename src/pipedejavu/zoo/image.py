@@ -5,9 +5,11 @@ factor, padded, repeated over channels, or flattened.
 """
 
 import math
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -86,10 +88,16 @@ def read_digits(split: Split, form: ImageForm | None = None) -> Images:
         raise InputError(
             "data 'digits' is part of scikit-learn, which is not installed; pip install scikit-learn, or use 'random'"
         ) from None
-    digits = datasets.load_digits()
+    digits = _digits(datasets.load_digits)
     part = slice(None, _NUM_TRAIN_DIGITS) if split == "train" else slice(_NUM_TRAIN_DIGITS, None)
     pixels = torch.tensor(digits.images[part], dtype=torch.uint8, device="cpu").unsqueeze(1) * 15  # from 0…16
     return Images("digits", pixels, torch.tensor(digits.target[part], device="cpu"), form)
+
+
+@cache
+def _digits(load: Callable[[], Any]) -> Any:
+    """Returns what scikit-learn reads from its file, once per process."""
+    return load()
 
 
 def read_mnist(folder: Path, split: Split, form: ImageForm | None = None) -> Images:
