@@ -51,7 +51,7 @@ def why_not_divided(plan: Plan) -> str:
         "order 'ready-first', whose workers choose the order of forwards each for itself": plan.order.kind
         == "ready-first",
         f"wire '{reduce.wire}'": reduce.wire in ("server", "shared-memory", "summation-service"),
-        f"keep '{plan.keep.kind}'": plan.keep.kind not in ("replicated", "split", "host"),
+        f"keep '{plan.keep.kind}'": plan.keep.kind in ("server", "shared"),
         f"feed '{plan.feed.kind}'": plan.feed.kind in ("share", "mask"),
         "compiled units": plan.is_compiled,
         "a split backward": plan.splits_backward,
