@@ -67,6 +67,7 @@ def test_a_worker_holds_its_replicas_share_of_its_part(zero):
     threads = Threads(case.program, case.job, case.batches)
     threads.run()
     for handlers in threads.handlers:
+        assert handlers.sharded.keys() == handlers.runners.keys()
         for key, shards in handlers.sharded.items():
             part = sum(weight.numel() for weight in handlers.runners[key].initial.values())
             padded = sum(layout.length for layout in shards.layouts)

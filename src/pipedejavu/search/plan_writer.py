@@ -138,10 +138,11 @@ def _name(candidate: CandidatePlan) -> str:
 
 
 def _cut(candidate: CandidatePlan) -> Cut:
-    begins = candidate.problem.profile.begins
-    if len(candidate.stages) == 1:
+    begins, layouts = candidate.problem.profile.begins, candidate.problem.layouts
+    if len(candidate.stages) == 1 and not layouts:
         return Cut(begins=begins)
-    return Cut(kind="chain", bounds=tuple(stage.start for stage in candidate.stages[1:]), begins=begins)
+    bounds = tuple(stage.start for stage in candidate.stages[1:])
+    return Cut(kind="chain", bounds=bounds, begins=begins, layouts=layouts)
 
 
 def _place(candidate: CandidatePlan) -> Place:

@@ -1,11 +1,13 @@
-"""Planning problems: the machine as given, with its CPUs divided, or with GPUs joined into tensor-parallel groups."""
+"""Planning problems: the machine as given, with its CPUs divided, or with devices joined into tensor-parallel groups.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from pipedejavu.facts import Device, InputError, Machine, Profile, with_part_times
-from pipedejavu.program.tp_group import join, with_tp_times
+from pipedejavu.facts import InputError, Machine, Profile, with_part_times
+from pipedejavu.plan.axis import Layout
+from pipedejavu.program.tp_group import TpGroup, join, with_tp_times
 from pipedejavu.search.candidate_plan import PlanningProblem
 from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.subspace import MOST_FREE, divisors
@@ -34,9 +36,10 @@ def problems_of(
     if all(d.type == "cpu" for d in devices):
         most = max(d.most_workers for d in devices)
         for parts in (n for n in divisors(most) if 1 < n <= MOST_PARTS):
-            yield _with_divided_cpus(profile, machine, names, parts)
-    if not options.is_runnable:
-        yield from _with_tp_groups(problem, devices)
+            divided = _with_divided_cpus(profile, machine, names, parts)
+            yield divided
+            yield from _with_tp_groups(divided, options)
+    yield from _with_tp_groups(problem, options)
 
 
 def usable(profile: Profile, machine: Machine, options: SearchOptions) -> tuple[str, ...]:
@@ -74,26 +77,54 @@ def _with_divided_cpus(profile: Profile, machine: Machine, names: tuple[str, ...
     return PlanningProblem(profile, divided, devices, f"CPU in {parts} parts")
 
 
-def _with_tp_groups(problem: PlanningProblem, devices: list[Device]) -> Iterator[PlanningProblem]:
-    """Yields problems with tensor-parallel groups of equal GPUs on one host: of one size, or of a size per stage."""
-    equal: dict[tuple[str, str], list[Device]] = {}
+def _with_tp_groups(problem: PlanningProblem, options: SearchOptions) -> Iterator[PlanningProblem]:
+    """Yields problems with tensor-parallel groups of equal devices of one host: of one size, or of a size per stage.
+
+    Groups are of GPUs, or of CPUs if there are no GPUs. Those of a size per stage do not run.
+    """
+    equal: dict[tuple[str, str], list[str]] = {}
+    profile, machine, known = problem.profile, problem.machine, problem.profile.tp_sizes
+    devices = [machine.device(name) for name in problem.devices]
+    has_gpus = any(device.type == "gpu" for device in devices)
+    if known is None and (options.is_runnable or not has_gpus):
+        return
     for device in devices:
-        if device.type == "gpu":
-            equal.setdefault((device.host, device.kind), []).append(device)
-    profile, machine = problem.profile, problem.machine
-    every = []
-    known = problem.profile.tp_sizes
-    for size in (n for n in TP_SIZES if known is None or n in known):
-        tp_groups = [gpus[i : i + size] for gpus in equal.values() for i in range(0, len(gpus) - size + 1, size)]
-        if not tp_groups:
-            break
-        every += tp_groups
-        names = tuple(tuple(d.name for d in tp_group) for tp_group in tp_groups)
-        joined, whole = join(profile, machine, names)
-        note = f"operators over {size} devices"
-        yield PlanningProblem(joined, whole, tuple(tp_group[0] for tp_group in names), note, problem, names)
-    all_gpus = tuple(device.name for gpus in equal.values() for device in gpus)
-    if every and 2 < len(all_gpus) <= MOST_FREE:
+        if device.type == "gpu" or not has_gpus:
+            equal.setdefault((device.host, device.kind), []).append(device.name)
+    every: list[TpGroup] = []
+    for size in TP_SIZES:
+        tp_groups = [names[i : i + size] for names in equal.values() for i in range(0, len(names) - size + 1, size)]
+        groups = tuple(map(tuple, tp_groups))
+        every += groups if known is None or size in known else ()
+        for layouts in _layouts_over(profile, size) if groups else ():
+            joined, whole = join(profile, machine, groups, layouts)
+            leads = tuple(group[0] for group in groups)
+            note = f"operators over {size} devices"
+            yield PlanningProblem(joined, whole, leads, note, problem, groups, layouts=layouts)
+    all_names = tuple(name for names in equal.values() for name in names)
+    if every and not options.is_runnable and 2 < len(all_names) <= MOST_FREE:
         degrees = (1, *sorted({len(tp_group) for tp_group in every}))
         note = "operators over each stage's own devices"
-        yield PlanningProblem(with_tp_times(profile, machine, every), machine, all_gpus, note, problem, degrees=degrees)
+        groups_of = [[machine.device(name) for name in tp_group] for tp_group in every]
+        timed = with_tp_times(profile, machine, groups_of)
+        yield PlanningProblem(timed, machine, all_names, note, problem, degrees=degrees)
+
+
+def _layouts_over(profile: Profile, size: int) -> Iterator[tuple[Layout, ...]]:
+    """Yields what devices may divide beside operators: of the layouts that the model's graph has, those that differ.
+
+    A head in chunks needs all logits, so it excludes a divided vocabulary.
+    """
+    if profile.tp_sizes is None or size in profile.tp_sizes:
+        yield ()
+    kinds = {kind for kind, sizes in profile.layout_sizes.items() if size in sizes}
+    if profile.head_chunks > 1:
+        kinds = {kind for kind in kinds if "vocabulary" not in kind}
+    if "vocabulary" in kinds:
+        yield ("vocabulary",)
+    if "sequence+vocabulary" in kinds:
+        yield "sequence", "vocabulary"
+    elif "sequence" in kinds:
+        yield ("sequence",)
+    if "context" in kinds:
+        yield ("context",)
