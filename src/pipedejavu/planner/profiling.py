@@ -192,7 +192,9 @@ def divisible(profile: Profile, unit_sample: UnitSample, machine: Machine) -> Pr
     """Returns a profile with the divisions that its units have, if the machine has several devices of one type."""
     gpus = [device for device in machine.devices if device.type == "gpu"]
     num_devices = len(gpus) or sum(device.most_workers for device in machine.devices)
-    return with_divisions(profile, unit_sample, draws_alike=bool(gpus)) if num_devices > 1 else profile
+    if num_devices == 1:
+        return profile
+    return with_divisions(profile, unit_sample, num_devices=num_devices, draws_alike=bool(gpus))
 
 
 def _unit_samples(

@@ -23,8 +23,11 @@ _LAYOUTS = ("vocabulary", "sequence", "sequence+vocabulary", "context")
 """Divisions that a search may propose beside 'pairs'."""
 
 
-def with_divisions(profile: Profile, sample: UnitSample, *, draws_alike: bool = True) -> Profile:
-    """Returns the profile with the divisions that its units have; as it is if they cannot be traced.
+def with_divisions(
+    profile: Profile, sample: UnitSample, *, num_devices: int = _TRIED[-1], draws_alike: bool = True
+) -> Profile:
+    """Returns the profile with the divisions that its units have over up to `num_devices`; as it is if they cannot be
+    traced.
 
     Unless all devices `draws_alike`, units that draw random numbers otherwise than by dropout are not divided.
     """
@@ -36,7 +39,7 @@ def with_divisions(profile: Profile, sample: UnitSample, *, draws_alike: bool = 
         return profile.replace(tp_sizes=())
     sizes: dict[str, tuple[int, ...]] = {}
     for kind in (_PAIRS, *_LAYOUTS):
-        for size in _TRIED:
+        for size in (n for n in _TRIED if n <= num_devices):
             division = _divided(graphs, sample, kind, size)
             if _has(division, kind):
                 sizes[kind] = (*sizes.get(kind, ()), size)

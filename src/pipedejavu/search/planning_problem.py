@@ -96,7 +96,7 @@ def _with_tp_groups(problem: PlanningProblem, options: SearchOptions) -> Iterato
         tp_groups = [names[i : i + size] for names in equal.values() for i in range(0, len(names) - size + 1, size)]
         groups = tuple(map(tuple, tp_groups))
         every += groups if known is None or size in known else ()
-        for layouts in _layouts_over(profile, size) if groups else ():
+        for layouts in _layouts_over(profile, size, len(problem.devices)) if groups else ():
             joined, whole = join(profile, machine, groups, layouts)
             leads = tuple(group[0] for group in groups)
             note = f"operators over {size} devices"
@@ -110,21 +110,19 @@ def _with_tp_groups(problem: PlanningProblem, options: SearchOptions) -> Iterato
         yield PlanningProblem(timed, machine, all_names, note, problem, degrees=degrees)
 
 
-def _layouts_over(profile: Profile, size: int) -> Iterator[tuple[Layout, ...]]:
-    """Yields what devices may divide beside operators: of the layouts that the model's graph has, those that differ.
+def _layouts_over(profile: Profile, size: int, num_devices: int) -> Iterator[tuple[Layout, ...]]:
+    """Yields what groups of a size may divide beside operators: nothing, and layouts that the model's graph has.
 
-    A head in chunks needs all logits, so it excludes a divided vocabulary.
+    On more than `MOST_FREE` devices that is only the layout that divides most. A head in chunks needs all logits, so it
+    excludes a divided vocabulary.
     """
     if profile.tp_sizes is None or size in profile.tp_sizes:
         yield ()
     kinds = {kind for kind, sizes in profile.layout_sizes.items() if size in sizes}
     if profile.head_chunks > 1:
         kinds = {kind for kind in kinds if "vocabulary" not in kind}
-    if "vocabulary" in kinds:
-        yield ("vocabulary",)
-    if "sequence+vocabulary" in kinds:
-        yield "sequence", "vocabulary"
-    elif "sequence" in kinds:
-        yield ("sequence",)
-    if "context" in kinds:
-        yield ("context",)
+    along: list[tuple[Layout, ...]] = [("sequence", "vocabulary"), ("sequence",), ("vocabulary",), ("context",)]
+    known = [layouts for layouts in along if "+".join(layouts) in kinds]
+    if ("sequence", "vocabulary") in known:
+        known.remove(("sequence",))  # it saves no more
+    yield from known if num_devices <= MOST_FREE else known[:1]
