@@ -189,9 +189,9 @@ def measure_task(
 
 
 def divisible(profile: Profile, unit_sample: UnitSample, machine: Machine) -> Profile:
-    """Returns a profile with the divisions that its units have, if the machine has several devices of one type."""
+    """Returns a profile with the divisions that its units have, if the machine has several GPUs or cores."""
     gpus = [device for device in machine.devices if device.type == "gpu"]
-    num_devices = len(gpus) or sum(device.most_workers for device in machine.devices)
+    num_devices = len(gpus) or sum(host.cores for host in machine.hosts)
     if num_devices == 1:
         return profile
     return with_divisions(profile, unit_sample, num_devices=num_devices, draws_alike=bool(gpus))

@@ -123,9 +123,8 @@ def why_not_run(plan: Plan) -> str:
 def _name(candidate: CandidatePlan) -> str:
     sizes = candidate.sizes
     if len(sizes) == 1:
-        text = (
-            "one device" if sizes[0] == 1 else f"{sizes[0]} shares" if candidate.is_shared else f"{sizes[0]} replicas"
-        )
+        one = "one group" if max(candidate.degrees) > 1 else "one device"
+        text = one if sizes[0] == 1 else f"{sizes[0]} shares" if candidate.is_shared else f"{sizes[0]} replicas"
     elif len({*sizes}) == 1:
         text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
     else:
