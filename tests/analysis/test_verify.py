@@ -789,6 +789,11 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "add 'head', 'row', 'col' and 'row' to cut.layouts, or use layout 'context'",
     ),
     (
+        megatron("head", "row", "sequence", "sequence"),
+        "cut 'head row sequence sequence' names the layout of an axis twice",
+        "name 'sequence', 'vocabulary' and 'context' once at most",
+    ),
+    (
         megatron("context", "col"),
         "layout 'context' divides all activations along the sequence, and cut 'context col' divides them otherwise too",
         "leave the other layouts out, or use 'sequence' in place of 'context'",

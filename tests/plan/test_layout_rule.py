@@ -48,12 +48,6 @@ def test_sequences_need_an_attention(layout: str) -> None:
 
 
 def test_an_axis_is_divided_once() -> None:
-    twice = Plan(cut=Cut(kind="chain", layouts=("sequence", "sequence")), place=Place(stage_shards=(2,)))
-    (fault,) = faults_of(twice, profile((0, 2)))
-    assert fault == (
-        "cut 'chain sequence sequence' names the layout of an axis twice; name 'sequence', 'vocabulary' and 'context'"
-        " once at most"
-    )
     both = Plan(cut=Cut(kind="layout", layouts=("col", "row")), place=Place(shards=2, stage_shards=(2,)))
     (fault,) = faults_of(both, profile((0, 2)))
     assert "2 shards of a layout cut and the tensor-parallel groups of place.stage_shards both divide" in fault

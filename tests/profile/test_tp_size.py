@@ -87,9 +87,7 @@ def test_the_bytes_of_a_forecast_are_those_that_a_run_sends(model: str, shards: 
     plan = case.program.plan
     division = division_of(plan)
     assert division == f"{layout or 'pairs'}/{shards}"
-    profile = with_divided_sums(
-        profile_of(case.units, len(case.job.ties)), sample(model, case.units), division
-    )
+    profile = with_divided_sums(profile_of(case.units, len(case.job.ties)), sample(model, case.units), division)
     rows = [
         VOLUMES[row.kind] * row.size_bytes(4)
         for unit in profile.units

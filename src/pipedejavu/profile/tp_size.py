@@ -68,9 +68,7 @@ def _divided(graphs: list[UnitGraph], sample: UnitSample, kind: str, size: int) 
     if not along and kind != "context":  # the loss takes the whole output
         graphs = graphs[: len(sample.units)]
     tied = [] if "vocabulary" in along else _tied([module for _, module in sample.units])
-    return divide(
-        graphs, size, tied, layout, has_vocabulary="vocabulary" in along, has_sequence="sequence" in along
-    )
+    return divide(graphs, size, tied, layout, has_vocabulary="vocabulary" in along, has_sequence="sequence" in along)
 
 
 def _has(division: Division, kind: str) -> bool:
@@ -108,7 +106,9 @@ def _sums(division: Division, numbers: set[int], samples: int) -> DividedSums:
     share = sum(tensor.nbytes for tensor in divided) / total_bytes if total_bytes else 0.0
     if sequence is None:
         return DividedSums(forward=forward, backward=backward, parameter_share=share, work_share=share)
-    entries = {n for region in division.regions for n in region.entries if unit_of[n] in numbers and n in sequence.labels}
+    entries = {
+        n for region in division.regions for n in region.entries if unit_of[n] in numbers and n in sequence.labels
+    }
     on_parts = {node for node in division.on_parts if unit_of[node] in numbers}
     read = {id(tensor): tensor for node, tensor in weights if not on_parts.isdisjoint(node.users)}
     whole = [tensor for key, tensor in read.items() if all(tensor is not other for other in divided)]
