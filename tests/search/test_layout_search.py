@@ -10,7 +10,7 @@ from pipedejavu.search.planning_problem import problems_of
 from pipedejavu.simulate import simulate
 from tests.search.case import machine, profile
 
-EVERY = {kind: (2, 4) for kind in ("sequence", "vocabulary", "sequence+vocabulary", "context")}
+EVERY = dict.fromkeys(("sequence", "vocabulary", "sequence+vocabulary", "context"), (2, 4))
 OPTIONS = SearchOptions(batch=1, is_runnable=True)
 
 

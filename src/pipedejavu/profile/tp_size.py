@@ -41,7 +41,7 @@ def with_divisions(
     for kind in (_PAIRS, *_LAYOUTS):
         for size in (n for n in _TRIED if n <= num_devices):
             division = _divided(graphs, sample, kind, size)
-            if _has(division, kind):
+            if _has(division, kind) and (kind != "vocabulary" or size in sizes.get(_PAIRS, ())):
                 sizes[kind] = (*sizes.get(kind, ()), size)
                 profile = _with_sums(profile, division, sample, f"{kind}/{size}")
     pairs = sizes.pop(_PAIRS, ())

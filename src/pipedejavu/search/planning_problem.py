@@ -1,4 +1,4 @@
-"""Planning problems: the machine as given, with its CPUs divided, or with devices joined into tensor-parallel groups."""
+"""Planning problems: the machine as given, with its CPUs divided, or with tensor-parallel groups of devices."""
 
 from collections import Counter
 from collections.abc import Iterator
