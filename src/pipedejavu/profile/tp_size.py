@@ -93,35 +93,47 @@ def _with_sums(profile: Profile, division: Division, sample: UnitSample, name: s
 
 def _sums(division: Division, numbers: set[int], samples: int) -> DividedSums:
     """Returns what devices send and hold of the units with these numbers in the chain."""
-    unit_of, sequence = division.chain.unit_of, division.sequence
-    rows = [row for row in division.collectives() if row.unit in numbers]
-    forward, backward = (
-        tuple(sorted(row.size_bytes / samples for row in rows if row.is_forward == is_forward))
-        for is_forward in (True, False)
-    )
-    held = {node: tensor for node, tensor in division.chain.held.items() if unit_of[node] in numbers}
-    weights = {id(tensor): (node, tensor) for node, tensor in held.items() if tensor.requires_grad}.values()
+    weights = _weights(division, numbers)
     divided = [tensor for node, tensor in weights if _is_divided(division.layout_of(node), tensor)]
     total_bytes = sum(tensor.nbytes for _, tensor in weights)
     share = sum(tensor.nbytes for tensor in divided) / total_bytes if total_bytes else 0.0
-    if sequence is None:
-        return DividedSums(forward=forward, backward=backward, parameter_share=share, work_share=share)
-    entries = {
-        n for region in division.regions for n in region.entries if unit_of[n] in numbers and n in sequence.labels
-    }
-    on_parts = {node for node in division.on_parts if unit_of[node] in numbers}
-    read = {id(tensor): tensor for node, tensor in weights if not on_parts.isdisjoint(node.users)}
-    whole = [tensor for key, tensor in read.items() if all(tensor is not other for other in divided)]
-    exchanges = (size / samples / division.size for node in on_parts for size in _attention_bytes(node))
-    return DividedSums(
-        forward=forward,
-        backward=backward,
-        gathers=tuple(sorted(_bytes(node) / samples for node in entries)),
-        exchanges=tuple(sorted(exchanges)) if not division.regions else (),
-        gradient_bytes=sum(tensor.nbytes for tensor in whole),
+    rows = [row for row in division.collectives() if row.unit in numbers]
+    sums = DividedSums(
+        forward=tuple(sorted(row.size_bytes / samples for row in rows if row.is_forward)),
+        backward=tuple(sorted(row.size_bytes / samples for row in rows if not row.is_forward)),
         parameter_share=share,
-        work_share=1.0 if on_parts else share,
+        work_share=share,
     )
+    return sums if division.sequence is None else _along_sequence(sums, division, numbers, samples)
+
+
+def _along_sequence(sums: DividedSums, division: Division, numbers: set[int], samples: int) -> DividedSums:
+    """Returns what devices send and hold if they divide the sequence too."""
+    weights = _weights(division, numbers)
+    on_parts = {node for node in division.on_parts if division.chain.unit_of[node] in numbers}
+    read = [(node, tensor) for node, tensor in weights if not on_parts.isdisjoint(node.users)]
+    whole = [tensor for node, tensor in read if not _is_divided(division.layout_of(node), tensor)]
+    exchanges = [] if division.regions else [size for node in on_parts for size in _attention_bytes(node)]
+    return sums.replace(
+        gathers=tuple(sorted(_bytes(node) / samples for node in _entries(division, numbers))),
+        exchanges=tuple(sorted(size / samples / division.size for size in exchanges)),
+        gradient_bytes=sum(tensor.nbytes for tensor in whole),
+        work_share=1.0 if on_parts else sums.work_share,
+    )
+
+
+def _weights(division: Division, numbers: set[int]) -> list[tuple[fx.Node, Tensor]]:
+    """Returns the trained parameters of some units, each with a node that reads it."""
+    chain = division.chain
+    held = ((node, t) for node, t in chain.held.items() if chain.unit_of[node] in numbers and t.requires_grad)
+    return [*{id(tensor): (node, tensor) for node, tensor in held}.values()]
+
+
+def _entries(division: Division, numbers: set[int]) -> set[fx.Node]:
+    """Returns the tensors of some units that are gathered along the sequence where a divided operator begins."""
+    assert division.sequence is not None
+    entries = {node for region in division.regions for node in region.entries if node in division.sequence.labels}
+    return {node for node in entries if division.chain.unit_of[node] in numbers}
 
 
 def _is_divided(layout: ParamLayout, tensor: Tensor) -> bool:

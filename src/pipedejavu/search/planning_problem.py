@@ -81,32 +81,39 @@ def _with_tp_groups(problem: PlanningProblem, options: SearchOptions) -> Iterato
 
     Groups are of GPUs, or of CPUs if there are no GPUs. Those of a size per stage do not run.
     """
-    equal: dict[tuple[str, str], list[str]] = {}
     profile, machine, known = problem.profile, problem.machine, problem.profile.tp_sizes
-    devices = [machine.device(name) for name in problem.devices]
-    has_gpus = any(device.type == "gpu" for device in devices)
+    has_gpus = any(machine.device(name).type == "gpu" for name in problem.devices)
     if known is None and (options.is_runnable or not has_gpus):
         return
-    for device in devices:
-        if device.type == "gpu" or not has_gpus:
-            equal.setdefault((device.host, device.kind), []).append(device.name)
+    equal = _equal_devices(problem, "gpu" if has_gpus else "cpu")
     every: list[TpGroup] = []
     for size in TP_SIZES:
-        tp_groups = [names[i : i + size] for names in equal.values() for i in range(0, len(names) - size + 1, size)]
-        groups = tuple(map(tuple, tp_groups))
+        groups = tuple(names[i : i + size] for names in equal for i in range(0, len(names) - size + 1, size))
         every += groups if known is None or size in known else ()
         for layouts in _layouts_over(profile, size, len(problem.devices)) if groups else ():
             joined, whole = join(profile, machine, groups, layouts)
-            leads = tuple(group[0] for group in groups)
-            note = f"operators over {size} devices"
+            leads, note = tuple(group[0] for group in groups), f"operators over {size} devices"
             yield PlanningProblem(joined, whole, leads, note, problem, groups, layouts=layouts)
-    all_names = tuple(name for names in equal.values() for name in names)
-    if every and not options.is_runnable and 2 < len(all_names) <= MOST_FREE:
-        degrees = (1, *sorted({len(tp_group) for tp_group in every}))
-        note = "operators over each stage's own devices"
-        groups_of = [[machine.device(name) for name in tp_group] for tp_group in every]
-        timed = with_tp_times(profile, machine, groups_of)
-        yield PlanningProblem(timed, machine, all_names, note, problem, degrees=degrees)
+    names = tuple(name for some in equal for name in some)
+    if every and not options.is_runnable and 2 < len(names) <= MOST_FREE:
+        yield _with_degrees(problem, names, every)
+
+
+def _equal_devices(problem: PlanningProblem, type_: str) -> list[tuple[str, ...]]:
+    """Returns the devices of a type, those of one host and kind together."""
+    equal: dict[tuple[str, str], list[str]] = {}
+    for device in map(problem.machine.device, problem.devices):
+        if device.type == type_:
+            equal.setdefault((device.host, device.kind), []).append(device.name)
+    return [tuple(names) for names in equal.values()]
+
+
+def _with_degrees(problem: PlanningProblem, names: tuple[str, ...], tp_groups: list[TpGroup]) -> PlanningProblem:
+    """Returns the problem in which each stage chooses the size of its tensor-parallel groups."""
+    machine, degrees = problem.machine, (1, *sorted({len(tp_group) for tp_group in tp_groups}))
+    profile = with_tp_times(problem.profile, machine, [[*map(machine.device, tp_group)] for tp_group in tp_groups])
+    note = "operators over each stage's own devices"
+    return PlanningProblem(profile, machine, names, note, problem, degrees=degrees)
 
 
 def _layouts_over(profile: Profile, size: int, num_devices: int) -> Iterator[tuple[Layout, ...]]:
