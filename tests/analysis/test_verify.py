@@ -511,13 +511,6 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "set reduce.combiner to 'sum' and feed.kind to 'microbatch', or use keep 'replicated'",
     ),
     (
-        preset("megatron").plan.replace(
-            place=Place(replicas=2, shards=2), keep=Keep(kind="zero-2"), reduce=Reduce(wire="reduce-scatter")
-        ),
-        "keep 'zero-2' divides the state of whole operators, and each of 2 shards of a layout cut holds a part",
-        "use keep 'replicated', or set place.shards to 1",
-    ),
-    (
         preset("zero-2").plan.replace(precision=Precision(moments="int8")),
         "keep 'zero-2' divides moments at other places than between the blocks of values that int8 scales together",
         "set precision.moments to 'bf16' or 'fp32', or use keep 'replicated'",
@@ -829,6 +822,11 @@ BROKEN: list[tuple[Plan, str, str]] = [
         megatron("sequence"),
         "cut 'sequence' divides the sequence or vocabulary beside heads, columns and rows, and has none of these",
         "add 'head', 'row', 'col' and 'row' to cut.layouts, or use layout 'context'",
+    ),
+    (
+        megatron("head", "row", "sequence", "sequence"),
+        "cut 'head row sequence sequence' names the layout of an axis twice",
+        "name 'sequence', 'vocabulary' and 'context' once at most",
     ),
     (
         megatron("context", "col"),

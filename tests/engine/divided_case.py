@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import AdamW, Sgd
 from pipedejavu.plan import Plan
-from pipedejavu.plan.axis import Cut, Feed, Layout, Order, Place, Reduce
+from pipedejavu.plan.axis import Cut, Feed, Keep, Layout, Order, Place, Reduce
 from pipedejavu.zoo.transformer import TransformerBlock, TransformerSize
 from tests.engine.case import Case, Samples, Units, gpt_samples
 
@@ -107,9 +107,12 @@ def divided_case(
     rounds: int = 2,
     layout: str = "",
     layouts: tuple[Layout, ...] = (),
+    keep: Keep | None = None,
     **order: Any,
 ) -> Case:
     """Returns a case of tensor × pipeline × data parallelism with microbatches of four samples."""
+    keep = keep or Keep()
+    wire = "reduce-scatter" if keep.kind.startswith("zero") else "all-reduce" if replicas > 1 else "none"
     plan = Plan(
         name="divided",
         cut=Cut(kind="layout", layouts=(layout,))
@@ -122,7 +125,8 @@ def divided_case(
         else Place(workers=workers, replicas=replicas, stage_shards=(shards,) * workers if shards > 1 else None),
         order=Order(kind="1f1b" if workers > 1 else "step", **order),
         feed=Feed(microbatches=3, samples=4),
-        reduce=Reduce(wire="all-reduce" if replicas > 1 else "none", clip="global" if clip_norm else "none"),
+        reduce=Reduce(wire=wire, clip="global" if clip_norm else "none"),
+        keep=keep,
     )
     build, make_samples = MODELS[model]
     # Momentum, unlike AdamW, keeps differences as small as the sums that made them.

@@ -79,7 +79,7 @@ def test_a_model_that_has_nothing_to_divide_is_refused(model, options, sentence)
     ("changes", "what"),
     [
         ({"order": Order(kind="ready-first")}, "order 'ready-first'"),
-        ({"keep": Keep(kind="zero-1")}, "keep 'zero-1'"),
+        ({"keep": Keep(kind="shared")}, "keep 'shared'"),
         ({"place": Place(workers=2, stage_shards=(2, 1))}, "tensor-parallel groups of different sizes .2-1."),
     ],
 )

@@ -3,11 +3,12 @@
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from pipedejavu.plan import Plan
-from pipedejavu.plan.axis import Cut, Feed, Order, Place, Reduce
+from pipedejavu.plan.axis import Cut, Feed, Keep, Order, Place, Reduce
 from tests.launch.test_torchrun import TORCHRUN, start_on_hosts
 from tests.processes import Processes
 
@@ -27,14 +28,16 @@ TRAIN = ("-m", "pipedejavu", "train", "model.py:make", "--optimizer", "sgd", "--
 RUN = ("--clip-norm", "1", "--checkpoint-every", "2", "--audit", "--json", "--run-dir", "run")
 
 
-def write(folder: Path, place: Place) -> None:
+def write(folder: Path, place: Place, keep: Keep | None = None) -> None:
+    wire: Literal["all-reduce", "none"] = "all-reduce" if place.replicas > 1 else "none"
     plan = Plan(
         name="divided",
         cut=Cut(kind="chain") if place.workers > 1 else Cut(),
         place=place,
         feed=Feed(microbatches=2, samples=4),
         order=Order(kind="1f1b" if place.workers > 1 else "step"),
-        reduce=Reduce(wire="all-reduce" if place.replicas > 1 else "none"),
+        reduce=Reduce(wire="reduce-scatter" if keep else wire),
+        keep=keep or Keep(),
     )
     folder.mkdir(exist_ok=True)
     (folder / "model.py").write_text(MODEL)
@@ -46,9 +49,19 @@ def check(out: str) -> None:
     assert form["audit"]["largest_difference"] < 1e-12
 
 
+ZERO = Place(replicas=2, stage_shards=(2,))
+
+
 @pytest.mark.slow
-def test_four_ranks_train_and_one_process_goes_on(tmp_path: Path, processes: Processes) -> None:
-    write(tmp_path, Place(workers=2, stage_shards=(2, 2)))
+@pytest.mark.parametrize(
+    ("place", "keep"),
+    [(Place(workers=2, stage_shards=(2, 2)), None), (ZERO, Keep(kind="zero-1")), (ZERO, Keep(kind="zero-3"))],
+    ids=["1f1b", "zero-1", "zero-3"],
+)
+def test_four_ranks_train_and_one_process_goes_on(
+    tmp_path: Path, processes: Processes, place: Place, keep: Keep | None
+) -> None:
+    write(tmp_path, place, keep)
     command = (*TORCHRUN, "--nproc-per-node", "4", *TRAIN, "--steps", "2", "--plan", "plan.json", *RUN)
     code, out, err = processes.run(command, tmp_path)
     assert code == 0, err

@@ -3,7 +3,7 @@
 import pytest
 
 from pipedejavu.facts import FaultsError, Profile, Unit
-from pipedejavu.plan import preset
+from pipedejavu.plan import Cut, Place, Plan, preset
 from pipedejavu.plan.rule import check_plan, faults_of
 
 
@@ -45,3 +45,9 @@ def test_sequences_need_an_attention(layout: str) -> None:
         check_plan(plan, none)
     check_plan(plan, some)
     check_plan(plan, unknown)
+
+
+def test_an_axis_is_divided_once() -> None:
+    both = Plan(cut=Cut(kind="layout", layouts=("col", "row")), place=Place(shards=2, stage_shards=(2,)))
+    (fault,) = faults_of(both, profile((0, 2)))
+    assert "2 shards of a layout cut and the tensor-parallel groups of place.stage_shards both divide" in fault

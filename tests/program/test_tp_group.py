@@ -119,7 +119,7 @@ def test_devices_are_named_team_by_team(model, computer):
 
 def test_devices_that_are_not_alike_are_no_team(model, computer):
     plan = pipeline(Place(workers=2, stage_shards=(2, 1)))
-    with pytest.raises(InputError, match=r"group of 'gpu0', 'gpu1', which are not GPUs of one kind on one host"):
+    with pytest.raises(InputError, match=r"group of 'gpu0', 'gpu1', which are not of one kind on one host"):
         compile_plan(plan, model(2, kinds={"a": 1.0, "b": 2.0}), computer(["a", "b", "a"]))
     with pytest.raises(InputError, match="needs 5 devices to train on"):
         compile_plan(plan.replace(place=Place(workers=2, stage_shards=(4, 1))), model(2), computer(3))

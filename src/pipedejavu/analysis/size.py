@@ -18,6 +18,7 @@ from pipedejavu.program.action import (
     Action,
 )
 from pipedejavu.program.program import Group, GroupRole, Program, stage_group
+from pipedejavu.program.unit_traffic import parameter_share
 from pipedejavu.program.value import (
     ACTIVATION,
     BATCH,
@@ -86,18 +87,20 @@ class Sizes:
 
     def _per_worker(self, sizes: list[int]) -> list[float]:
         """Returns the bytes of state that one worker holds for each piece, from the bytes of each unit."""
-        program, copies = self.program, [1] * len(self.program.pieces)
-        if program.plan.divides_only_sequence:  # each device of a group has all parameters
-            copies = self._tp_size
-        shares = [self.held_share(unit) for unit in program.profile.units]
-        return [n * sum(sizes[u] * shares[u] for u in p.units) for n, p in zip(copies, program.pieces, strict=True)]
+        units = self.program.profile.units
+        return [
+            sum(sizes[u] * size * self.held_share(units[u], size) for u in piece.units)
+            for piece, size in zip(self.program.pieces, self._tp_size, strict=True)
+        ]
 
-    def held_share(self, unit: Unit) -> float:
-        """Returns the share of a unit's parameters that one worker holds: its part of what the shards divide."""
-        if self.program.plan.divides_only_sequence:
-            return 1.0
-        divided = unit.expert_share if self.divides_experts else 1.0
-        return 1 - divided + divided / self.program.plan.place.shards
+    def held_share(self, unit: Unit, size: int = 1) -> float:
+        """Returns the share of a unit's parameters that one worker holds, or each of `size` devices that it stands for.
+
+        That is its part of what the shards divide, and all else.
+        """
+        plan, size = self.program.plan, size * self.program.plan.place.shards
+        divided = unit.expert_share if plan.divides_experts else parameter_share(plan.cut.layouts, size, unit)
+        return 1 - divided + divided / size
 
     def _saved_by(self, piece: int) -> dict[int, float]:
         """Returns the bytes per sample that each unit of a piece saves and shares with no unit before it.

@@ -41,23 +41,24 @@ class HoldsParts(Protocol):
     def fellows(self) -> Mapping[int, "HoldsParts"]:
         """All workers, if they are threads of this process."""
 
-    @property
-    def shard_state(self) -> Mapping[PieceReplica, State]:
-        """The optimizer state of this worker's parts."""
-
     def held_masters(self, key: PieceReplica) -> Tensors:
-        """Returns the newest masters of a piece, as this worker has them."""
+        """Returns the newest masters of a piece, as this worker's group divides them."""
+
+    def held_state(self, key: PieceReplica, slots: tuple[str, ...]) -> State:
+        """Returns the optimizer state of a piece, as this worker's group divides it."""
 
 
-def whole_tensors(worker: HoldsParts, key: PieceReplica, *, has_state: bool) -> Iterator[tuple[DividedTensor, Tensor]]:
-    """Yields the tensors of a piece that are divided, whole and in host memory; with or without optimizer state."""
-    own = _parts(worker, key, has_state)
+def whole_tensors(
+    worker: HoldsParts, key: PieceReplica, slots: tuple[str, ...] = ()
+) -> Iterator[tuple[DividedTensor, Tensor]]:
+    """Yields the tensors of a piece that are divided, whole and in host memory, with some slots of optimizer state."""
+    own = _parts(worker, key, slots)
     piece, first = key[0], worker.program.mesh_of(key[1])[0]
     group = shard_group(worker.program.pieces[piece].stage, first)
     members = worker.program.groups[group].workers if own else ()
     step = 1 if worker.program.plan.divides_experts else 0  # workers that divide experts are replicas
     held = [(member, (piece, first + step * n)) for n, member in enumerate(members)]
-    others = [_parts(worker.fellows[member], k, has_state) for member, k in held] if worker.fellows else []
+    others = [_parts(worker.fellows[member], k, slots) for member, k in held] if worker.fellows else []
     ends = WireGroup(worker.wire, group, members, worker.index) if own else None
     for tensor, part in sorted(own.items()):
         layout = worker.runners[key].layouts[tensor.name]
@@ -65,7 +66,7 @@ def whole_tensors(worker: HoldsParts, key: PieceReplica, *, has_state: bool) -> 
         yield tensor, layout.whole([shard.detach().to(CPU) for shard in shards])
 
 
-def _parts(worker: HoldsParts, key: PieceReplica, has_state: bool) -> dict[DividedTensor, Tensor]:
+def _parts(worker: HoldsParts, key: PieceReplica, slots: tuple[str, ...]) -> dict[DividedTensor, Tensor]:
     """Returns a worker's parts of the tensors of a piece that are divided."""
     runner = worker.runners[key]
     if not runner.layouts:
@@ -75,9 +76,8 @@ def _parts(worker: HoldsParts, key: PieceReplica, has_state: bool) -> dict[Divid
     for name, buffer in runner.saved_buffers():
         if name in runner.layouts:
             parts[DividedTensor("buffer", name)] = buffer
-    if has_state:
-        for name, slots in worker.shard_state.get(key, {}).items():
-            for slot, tensor in slots.items():
-                if name in runner.layouts and slot != LOW and tensor.ndim:
-                    parts[DividedTensor(slot, name)] = tensor
+    for name, tensors in worker.held_state(key, slots).items() if slots else ():
+        for slot, tensor in tensors.items():
+            if name in runner.layouts and slot != LOW and tensor.ndim:
+                parts[DividedTensor(slot, name)] = tensor
     return parts

@@ -123,7 +123,8 @@ def _gathered(handlers: Handlers) -> Iterator[tuple[str, Tensor]]:
         mine = [
             name
             for number, name in enumerate(handlers.sharded[key].leaves)
-            if _prefix(handlers.program, holders_of[key[0]], (key[1], handlers.index), number) is not None
+            if name not in handlers.runners[key].layouts
+            and _prefix(handlers.program, holders_of[key[0]], (key[1], handlers.index), number) is not None
         ]
         masters = whole_masters(handlers, key)
         yield from ((f"weight/{name}", masters[name]) for name in mine)
@@ -138,14 +139,14 @@ def _joined(handlers: Handlers, key: tuple[int, int], holders: list[tuple[int, i
     """Yields what this worker saves of a piece whose operators are divided."""
     runner, holder = handlers.runners[key], (key[1], handlers.index)
     numbers = {name: number for number, name in enumerate(runner.initial)}
-    state = handlers.applier.state.get(key, {})
-    for tensor, whole in whole_tensors(handlers, key, has_state=True):
+    state = handlers.held_state(key, (STEP,)) if runner.layouts else {}
+    for tensor, whole in whole_tensors(handlers, key, tuple(SLOTS)):
         kind, name = tensor
         prefix = _prefix(handlers.program, holders, holder, numbers.get(name, 0))
         if kind == "buffer":
             prefix = "" if key[1] == holders[0][0] else f"replica/{key[1]}/"
         if prefix is not None:
-            yield f"{prefix}{kind if kind in ('weight', 'buffer') else f'state/{SLOTS[kind]}'}/{name}", whole
+            yield f"{prefix}{kind if kind in ('weight', 'buffer') else f'state/{SLOTS.get(kind, kind)}'}/{name}", whole
             if kind == "weight" and STEP in state.get(name, {}):
                 yield f"{prefix}state/{SLOTS[STEP]}/{name}", state[name][STEP]
 

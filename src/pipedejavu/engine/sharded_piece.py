@@ -31,7 +31,7 @@ class ShardedPiece:
     def __init__(self, program: Program, worker: int, piece: int, weights: Tensors, ties: Collection[Collection[str]]):
         """Takes the weights, which it copies; `ties` are the names of parameters that several pieces share."""
         stage = program.pieces[piece].stage
-        self.group, self.zero = stage_group(stage), program.plan.zero_of(stage)
+        self.group, self.zero = stage_group(stage, program.shard_of(worker)), program.plan.zero_of(stage)
         members = sorted(program.groups[self.group].workers)
         self.members, self.position = members, members.index(worker)
         kinds = {

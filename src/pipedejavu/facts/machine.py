@@ -134,9 +134,12 @@ class Route(NamedTuple):
         known = [time for time in self.collectives if time.kind == kind]
         return min(known, key=lambda time: abs(time.members - members)).among(members) if known else None
 
-    def sum_overhead_s(self, num_devices: int) -> float:
-        """Returns the time of a ring all-reduce of `num_devices` apart from its traffic."""
-        return 2 * (num_devices - 1) * self.sum_latency_s + log2(num_devices) * self.sum_start_s
+    def collective_line(self, kind: str, members: int) -> tuple[float, float]:
+        """Returns the latency of a collective, and its time per byte: as measured, or else those of a ring."""
+        if (known := self.collective(kind, members)) is not None:
+            return known.latency_s, 1 / known.bytes_per_s
+        rounds, traffic = TRAFFIC[kind](members)
+        return rounds * self.sum_latency_s + log2(members) * self.sum_start_s, traffic / self.sum_bytes_per_s
 
 
 class Machine(Record):

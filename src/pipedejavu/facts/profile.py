@@ -55,11 +55,12 @@ class Cost(Record):
             measured_s={size: time_s * factor for size, time_s in self.measured_s.items()},
         )
 
-    def divided(self, size: int) -> "Cost":
-        """Returns the cost of one part of the work if `size` devices divide it; fixed times and issuing stay whole."""
+    def divided(self, size: int, share: float = 1.0) -> "Cost":
+        """Returns the cost of one part if `size` devices divide a share of the work; fixed times and issuing stay."""
+        factor = 1 - share + share / size
         return self.replace(
-            per_sample_s=self.per_sample_s / size,
-            measured_s={n: self.fixed_s + (time_s - self.fixed_s) / size for n, time_s in self.measured_s.items()},
+            per_sample_s=self.per_sample_s * factor,
+            measured_s={n: self.fixed_s + (time_s - self.fixed_s) * factor for n, time_s in self.measured_s.items()},
         )
 
     def plus(self, *others: "Cost") -> "Cost":
@@ -111,23 +112,34 @@ class UnitTime(Record):
             update_s=self.update_s * factor,
         )
 
-    def divided(self, size: int) -> "UnitTime":
-        """Returns the times of one part of the unit if `size` devices divide its operators."""
+    def divided(self, size: int, share: float = 1.0) -> "UnitTime":
+        """Returns the times of one part of the unit if `size` devices divide a share of its work."""
         return self.replace(
-            forward=self.forward.divided(size),
-            backward=self.backward.divided(size),
-            weight_backward=self.weight_backward.divided(size),
-            input_backward=self.input_backward and self.input_backward.divided(size),
-            recompute=self.recompute.divided(size),
-            update_s=self.update_s / size,
+            forward=self.forward.divided(size, share),
+            backward=self.backward.divided(size, share),
+            weight_backward=self.weight_backward.divided(size, share),
+            input_backward=self.input_backward and self.input_backward.divided(size, share),
+            recompute=self.recompute.divided(size, share),
+            update_s=self.update_s * (1 - share + share / size),
         )
 
 
 class DividedSums(Record):
-    """The all-reduces of a unit whose operators are divided, each by its bytes per sample."""
+    """What devices that divide a unit send each other, by bytes per sample, and what each of them has a part of."""
 
     forward: tuple[PartBytes, ...] = ()
+    """All-reduces; if the sequence is divided, a gather and a scattered sum stand for each."""
     backward: tuple[PartBytes, ...] = ()
+    gathers: tuple[PartBytes, ...] = ()
+    """All-gathers of the backward: inputs of products that were divided along the sequence."""
+    exchanges: tuple[PartBytes, ...] = ()
+    """All-to-alls of each pass, by what one device puts in."""
+    gradient_bytes: Bytes = 0
+    """Gradients of whole parameters that are read on parts of the sequence: summed for each microbatch."""
+    parameter_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the unit's parameters that is divided."""
+    work_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the unit's work that is divided."""
 
 
 class Unit(Record):
@@ -158,8 +170,8 @@ class Unit(Record):
     num_products: int | None = Field(default=None, ge=0)
     """Matrix products in its forward, whose columns, rows and heads may be divided; None if not known."""
     divided_sums: dict[str, DividedSums] = Field(default_factory=dict)
-    """What it sends if its operators are divided, by layout and number of devices, such as 'pairs/4'; a division that
-    is missing takes two all-reduces of the output in each pass."""
+    """What it sends if its operators are divided, by layout and number of devices, such as 'pairs/4' or
+    'sequence+vocabulary/4'; a division that is missing takes two all-reduces of the output in each pass."""
     num_attentions: int | None = Field(default=None, ge=0)
     """Attentions in its forward, and softmaxes, which may be parts of attentions; None if not known."""
     activation_bytes: PartBytes = 0.0
@@ -214,6 +226,8 @@ class Profile(Record):
     ties: tuple[Tie, ...] = ()
     tp_sizes: tuple[int, ...] | None = None
     """Numbers of devices over which its operators can be divided, of those that a search tries; None if not known."""
+    layout_sizes: dict[str, tuple[int, ...]] = Field(default_factory=dict)
+    """The same for other layouts, such as 'sequence+vocabulary': those that a search tries."""
     batch: dict[str, Cost] = Field(default_factory=dict)
     """Time to make a microbatch's samples, by kind of device. The first unit's forward includes it; a worker with the
     last unit but not the first makes the samples too, for their targets."""

@@ -21,6 +21,11 @@ LAYOUT_RULES = (
         "add 'head', 'row', 'col' and 'row' to cut.layouts, or use layout 'context'",
     ),
     Rule(
+        lambda plan, _: any(plan.cut.layouts.count(layout) > 1 for layout in ALONG_TOKENS),
+        "cut '{cut}' names the layout of an axis twice",
+        "name 'sequence', 'vocabulary' and 'context' once at most",
+    ),
+    Rule(
         lambda plan, _: _has(plan, "context") and len(plan.cut.layouts) > 1,
         "layout 'context' divides all activations along the sequence, and cut '{cut}' divides them otherwise too",
         "leave the other layouts out, or use 'sequence' in place of 'context'",

@@ -1,5 +1,7 @@
 """Traits of a plan that several of its axes have together, and that rules ask for."""
 
+from collections.abc import Sequence
+
 from pipedejavu.plan.axis import in_line
 from pipedejavu.plan.plan import Plan
 
@@ -34,10 +36,14 @@ def can_take_turns(plan: Plan) -> bool:
 def division_of(plan: Plan) -> str:
     """Returns how a plan divides operators, such as 'pairs/4'; empty if it does not, or differently per stage."""
     sizes = {*plan.degrees, plan.tensor_shards} - {1}
-    if len(sizes) != 1 or plan.divides_sequence or "vocabulary" in plan.cut.layouts:
-        return ""
-    stationary = [layout for layout in plan.cut.layouts if layout.startswith("stationary")]
-    return f"{stationary[0] if stationary else 'pairs'}/{sizes.pop()}"
+    return f"{division_kind(plan.cut.layouts)}/{sizes.pop()}" if len(sizes) == 1 else ""
+
+
+def division_kind(layouts: Sequence[str]) -> str:
+    """Returns how layouts divide operators: 'pairs', 'sequence+vocabulary', 'context', 'stationary-x' and the like."""
+    stationary = [layout for layout in layouts if layout.startswith("stationary")]
+    along = [layout for layout in ("sequence", "vocabulary", "context") if layout in layouts]
+    return (stationary or ["+".join(along) or "pairs"])[0]
 
 
 def why_not_divided(plan: Plan) -> str:
@@ -51,7 +57,7 @@ def why_not_divided(plan: Plan) -> str:
         "order 'ready-first', whose workers choose the order of forwards each for itself": plan.order.kind
         == "ready-first",
         f"wire '{reduce.wire}'": reduce.wire in ("server", "shared-memory", "summation-service"),
-        f"keep '{plan.keep.kind}'": plan.keep.kind not in ("replicated", "split", "host"),
+        f"keep '{plan.keep.kind}'": plan.keep.kind in ("server", "shared"),
         f"feed '{plan.feed.kind}'": plan.feed.kind in ("share", "mask"),
         "compiled units": plan.is_compiled,
         "a split backward": plan.splits_backward,

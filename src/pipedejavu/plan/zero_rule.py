@@ -57,11 +57,6 @@ ZERO_RULES = (
         "use more replicas, or keep 'replicated'",
     ),
     Rule(
-        lambda plan, _: _is_zero(plan) and plan.place.shards > 1,
-        "keep '{keep}' divides the state of whole operators, and each of {shards} shards of a layout cut holds a part",
-        "use keep 'replicated', or set place.shards to 1",
-    ),
-    Rule(
         lambda plan, _: _is_zero(plan) and plan.precision.moments == "int8",
         "keep '{keep}' divides moments at other places than between the blocks of values that int8 scales together",
         "set precision.moments to 'bf16' or 'fp32', or use keep 'replicated'",

@@ -154,6 +154,8 @@ def _refusal(plan: Plan, profile: Profile, machine: Machine, steps: int) -> str:
     """Returns why the units of a plan are not compiled, as far as it is known before they are measured."""
     if plan.splits_backward:
         return f"order '{plan.order.kind}' splits the backward, which compiled units cannot do"
+    if plan.place.stage_shards is not None or plan.tensor_shards > 1:
+        return "workers divide operators, which compiled units cannot do"
     if plan.feed.kind == "mask":
         return _MASKED
     if missing := _missing(_types(plan, machine)):

@@ -53,8 +53,7 @@ def measure(
         name, unit_samples, job.ties, kinds, updates, compiler=compiler, precision=plan.precision, budget=budget
     )
     if (division := division_of(plan)) and job.graphs is not None:
-        last = unit_samples[-1]
-        profile = with_divided_sums(profile, job.units, last.inputs, last.samples, division)
+        profile = with_divided_sums(profile, unit_samples[-1], division)
     return with_batches(profile, make, [unit_sample.samples for unit_sample in unit_samples], kinds)
 
 

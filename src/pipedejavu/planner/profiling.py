@@ -36,7 +36,7 @@ from pipedejavu.profile import (
 )
 from pipedejavu.profile.measured_unit import Report
 from pipedejavu.profile.time_budget import TimeBudget
-from pipedejavu.profile.tp_size import tp_sizes
+from pipedejavu.profile.tp_size import with_divisions
 from pipedejavu.profile.unit_time import PLAIN
 from pipedejavu.source.model_source import open_task
 from pipedejavu.source.task import describe_form, draw, loss_of
@@ -91,7 +91,7 @@ def measure_model(
     setups = [MeasureSetup(kind, device, torch.get_num_threads()) for kind, device in kinds.items()]
     profile = measure_with(model, unit_samples, job, [*setups, *fractions], report, budget=budget)
     return Profiled(
-        profile.replace(begins=begins, tp_sizes=_tp_sizes(unit_samples[-1], machine)),
+        divisible(profile.replace(begins=begins), unit_samples[-1], machine),
         machine,
         tuple(unit_sample.samples for unit_sample in unit_samples),
         describe_form(_batch(task, 1)[0]),
@@ -185,13 +185,16 @@ def measure_task(
     make = partial(draw, task.data, 0)
     job = _job(unit_samples[-1])
     profile = measure_with(model, unit_samples, job, setups, report, make, precision, budget=budget)
-    return profile.replace(begins=begins, tp_sizes=_tp_sizes(unit_samples[-1], this_machine()))
+    return divisible(profile.replace(begins=begins), unit_samples[-1], this_machine())
 
 
-def _tp_sizes(unit_sample: UnitSample, machine: Machine) -> tuple[int, ...] | None:
-    """Returns the numbers of devices that can divide operators; None on a machine with fewer than two GPUs."""
-    several = sum(device.type == "gpu" for device in machine.devices) > 1
-    return tp_sizes(unit_sample.units, unit_sample.inputs) if several else None
+def divisible(profile: Profile, unit_sample: UnitSample, machine: Machine) -> Profile:
+    """Returns a profile with the divisions that its units have, if the machine has several GPUs or cores."""
+    gpus = [device for device in machine.devices if device.type == "gpu"]
+    num_devices = len(gpus) or sum(host.cores for host in machine.hosts)
+    if num_devices == 1:
+        return profile
+    return with_divisions(profile, unit_sample, num_devices=num_devices, draws_alike=bool(gpus))
 
 
 def _unit_samples(
@@ -261,7 +264,7 @@ def estimate_task(
     assert cut is not None
     job = _job(unit_samples[-1])
     profile = estimate_units(name, unit_samples, job.ties, rates, report, precision, is_fused=is_fused)
-    profile = profile.replace(begins=cut.begins, tp_sizes=_tp_sizes(unit_samples[-1], machine))
+    profile = divisible(profile.replace(begins=cut.begins), unit_samples[-1], machine)
     sizes = [unit_sample.samples for unit_sample in unit_samples]
     return Profiled(profile, machine, tuple(sizes), describe_form(inputs), _basis(machine, efficiencies))
 

@@ -33,7 +33,7 @@ def compile(plan: Plan, profile: Profile, machine: Machine, *, fold: bool = True
     if not fold:
         plan = written_out(plan)
     tp_groups = [*tp_groups_of(plan, assign_devices(plan, machine))]
-    profile, machine = join(profile, machine, tp_groups)
+    profile, machine = join(profile, machine, tp_groups, plan.cut.layouts)
     devices = tuple(tp_group[0] for tp_group in tp_groups)
     plan = _resolve_cut(plan, profile, machine, devices)
     pipelines = pipelines_of(plan)

@@ -56,7 +56,7 @@ def _add_weights(program: Program) -> Program:
     capacity = ahead + (1 if gathered else keep.num_windowed)  # pieces on the device at once
     before: list[Inserts] = []
     after: list[Inserts] = []
-    for worker in program.workers:
+    for index, worker in enumerate(program.workers):
         uses, updated = _uses(worker.actions, moving, keep.persists)
         brings: Inserts = {}
         latest: dict[Value, _Use] = {}
@@ -69,7 +69,8 @@ def _add_weights(program: Program) -> Program:
                 earlier.stays = True  # a drop would come after the next fetch
                 continue
             if weights.piece in gathered:
-                bring = Action.on(GATHER, weights, Via.among(stage_group(program.pieces[weights.piece].stage)))
+                group = stage_group(program.pieces[weights.piece].stage, program.shard_of(index))
+                bring = Action.on(GATHER, weights, Via.among(group))
             else:
                 bring = Action.on(FETCH, weights)
             brings.setdefault(max(free, updated.get(weights, -1) + 1), []).append(bring)

@@ -18,8 +18,8 @@ from pipedejavu.runtime.axis_rule import Axes, argument, name_of, shape_of
 from pipedejavu.runtime.loss_rule import LOSS, SEQUENCE_RULES, Rules
 from pipedejavu.runtime.reshape_rule import Split, UndividedError
 
-_ATTENTION = "scaled_dot_product_attention"
-DROPOUTS = frozenset(("dropout", "dropout_", _ATTENTION))
+ATTENTION = "scaled_dot_product_attention"
+DROPOUTS = frozenset(("dropout", "dropout_", ATTENTION))
 """Random operations whose masks can be drawn whole and divided."""
 
 
@@ -43,7 +43,7 @@ class SequenceRegion(Region):
     def spread(self, inner: Sequence[Region]) -> None:
         """Divides all that can be divided, around the regions that divide operators."""
         for node in self.chain.unit_of:
-            if name_of(node) == _ATTENTION and _axes_of(self, node) is not None:
+            if name_of(node) == ATTENTION and _axes_of(self, node) is not None:
                 self._try(node, Split(2, (shape_of(node)[2],)))
         while self._queue:
             self._spread(self._queue.pop())
@@ -70,7 +70,7 @@ class SequenceRegion(Region):
 
     def part_for(self, operation: fx.Node, used: fx.Node) -> Split | None:
         """Returns the part of a whole tensor that an operation on parts reads; None if it reads the whole."""
-        if name_of(operation) == _ATTENTION and used is argument(operation, "attn_mask"):
+        if name_of(operation) == ATTENTION and used is argument(operation, "attn_mask"):
             return None
         return self.asked.get((operation, used), self.labels.get(used))
 
@@ -137,12 +137,12 @@ def sequence_region(chain: GraphChain, size: int, inner: Sequence[Region]) -> Se
 
 def sequence_lengths(chain: GraphChain) -> set[int]:
     """Returns the tokens per sample of the attentions of a chain."""
-    nodes = [node for node in chain.unit_of if name_of(node) == _ATTENTION]
+    nodes = [node for node in chain.unit_of if name_of(node) == ATTENTION]
     return {shape_of(node)[2] for node in nodes if len(shape_of(node)) == 4}
 
 
 def _axes_of(region: SequenceRegion, node: fx.Node) -> Axes | None:
-    return region.rules[_ATTENTION](node)
+    return region.rules[ATTENTION](node)
 
 
 def draws_at_random(node: fx.Node) -> bool:

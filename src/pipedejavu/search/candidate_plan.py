@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipedejavu.facts import Machine, Profile
-from pipedejavu.plan.axis import in_line
+from pipedejavu.plan.axis import Layout, in_line
 
 Array = NDArray[np.float64]
 
@@ -31,6 +31,8 @@ class PlanningProblem:
     """Groups that the machine lists as one device each, under the name of their first device."""
     degrees: tuple[int, ...] = (1,)
     """Tensor-parallel degrees that each stage may choose from."""
+    layouts: tuple[Layout, ...] = ()
+    """What the devices of a group divide beside columns, rows and heads."""
     is_optimistic: bool = False
     """Whether memory is estimated without the inputs and outputs that a stage of a pipeline holds only while its
     neighbours run ahead or wait."""
@@ -178,4 +180,8 @@ class CandidatePlan:
 
 def note_of(degrees: tuple[int, ...], problem: PlanningProblem) -> str:
     """Returns the note on a plan with these devices per worker of each stage."""
-    return f"operators over {in_line(degrees)} devices" if max(degrees) > 1 else problem.original.note
+    if max(degrees) == 1:
+        return problem.original.note
+    what = " and ".join({"context": "sequence"}.get(layout, layout) for layout in problem.layouts)
+    beside = "" if "context" in problem.layouts else "operators, " if what else "operators"
+    return f"{beside}{what} over {in_line(degrees)} devices"

@@ -123,9 +123,8 @@ def why_not_run(plan: Plan) -> str:
 def _name(candidate: CandidatePlan) -> str:
     sizes = candidate.sizes
     if len(sizes) == 1:
-        text = (
-            "one device" if sizes[0] == 1 else f"{sizes[0]} shares" if candidate.is_shared else f"{sizes[0]} replicas"
-        )
+        one = "one group" if max(candidate.degrees) > 1 else "one device"
+        text = one if sizes[0] == 1 else f"{sizes[0]} shares" if candidate.is_shared else f"{sizes[0]} replicas"
     elif len({*sizes}) == 1:
         text = f"{len(sizes)} stages" + (f" × {sizes[0]}" if sizes[0] > 1 else "")
     else:
@@ -138,10 +137,11 @@ def _name(candidate: CandidatePlan) -> str:
 
 
 def _cut(candidate: CandidatePlan) -> Cut:
-    begins = candidate.problem.profile.begins
-    if len(candidate.stages) == 1:
+    begins, layouts = candidate.problem.profile.begins, candidate.problem.layouts
+    if len(candidate.stages) == 1 and not layouts:
         return Cut(begins=begins)
-    return Cut(kind="chain", bounds=tuple(stage.start for stage in candidate.stages[1:]), begins=begins)
+    bounds = tuple(stage.start for stage in candidate.stages[1:])
+    return Cut(kind="chain", bounds=bounds, begins=begins, layouts=layouts)
 
 
 def _place(candidate: CandidatePlan) -> Place:

@@ -1,11 +1,12 @@
-"""Planning problems: the machine as given, with its CPUs divided, or with GPUs joined into tensor-parallel groups."""
+"""Planning problems: the machine as given, with its CPUs divided, or with tensor-parallel groups of devices."""
 
 from collections import Counter
 from collections.abc import Iterator
 from math import inf
 
-from pipedejavu.facts import Device, InputError, Machine, Profile, with_part_times
-from pipedejavu.program.tp_group import join, with_tp_times
+from pipedejavu.facts import InputError, Machine, Profile, with_part_times
+from pipedejavu.plan.axis import Layout
+from pipedejavu.program.tp_group import TpGroup, join, with_tp_times
 from pipedejavu.search.candidate_plan import PlanningProblem
 from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.subspace import MOST_FREE, divisors
@@ -34,9 +35,10 @@ def problems_of(
     if all(d.type == "cpu" for d in devices):
         most = max(d.most_workers for d in devices)
         for parts in (n for n in divisors(most) if 1 < n <= MOST_PARTS):
-            yield _with_divided_cpus(profile, machine, names, parts)
-    if not options.is_runnable:
-        yield from _with_tp_groups(problem, devices)
+            divided = _with_divided_cpus(profile, machine, names, parts)
+            yield divided
+            yield from _with_tp_groups(divided, options)
+    yield from _with_tp_groups(problem, options)
 
 
 def usable(profile: Profile, machine: Machine, options: SearchOptions) -> tuple[str, ...]:
@@ -74,26 +76,59 @@ def _with_divided_cpus(profile: Profile, machine: Machine, names: tuple[str, ...
     return PlanningProblem(profile, divided, devices, f"CPU in {parts} parts")
 
 
-def _with_tp_groups(problem: PlanningProblem, devices: list[Device]) -> Iterator[PlanningProblem]:
-    """Yields problems with tensor-parallel groups of equal GPUs on one host: of one size, or of a size per stage."""
-    equal: dict[tuple[str, str], list[Device]] = {}
-    for device in devices:
-        if device.type == "gpu":
-            equal.setdefault((device.host, device.kind), []).append(device)
-    profile, machine = problem.profile, problem.machine
-    every = []
-    known = problem.profile.tp_sizes
-    for size in (n for n in TP_SIZES if known is None or n in known):
-        tp_groups = [gpus[i : i + size] for gpus in equal.values() for i in range(0, len(gpus) - size + 1, size)]
-        if not tp_groups:
-            break
-        every += tp_groups
-        names = tuple(tuple(d.name for d in tp_group) for tp_group in tp_groups)
-        joined, whole = join(profile, machine, names)
-        note = f"operators over {size} devices"
-        yield PlanningProblem(joined, whole, tuple(tp_group[0] for tp_group in names), note, problem, names)
-    all_gpus = tuple(device.name for gpus in equal.values() for device in gpus)
-    if every and 2 < len(all_gpus) <= MOST_FREE:
-        degrees = (1, *sorted({len(tp_group) for tp_group in every}))
-        note = "operators over each stage's own devices"
-        yield PlanningProblem(with_tp_times(profile, machine, every), machine, all_gpus, note, problem, degrees=degrees)
+def _with_tp_groups(problem: PlanningProblem, options: SearchOptions) -> Iterator[PlanningProblem]:
+    """Yields problems with tensor-parallel groups of equal devices of one host: of one size, or of a size per stage.
+
+    Groups are of GPUs, or of CPUs if there are no GPUs. Those of a size per stage do not run.
+    """
+    profile, machine, known = problem.profile, problem.machine, problem.profile.tp_sizes
+    has_gpus = any(machine.device(name).type == "gpu" for name in problem.devices)
+    if known is None and (options.is_runnable or not has_gpus):
+        return
+    equal = _equal_devices(problem, "gpu" if has_gpus else "cpu")
+    every: list[TpGroup] = []
+    for size in TP_SIZES:
+        groups = tuple(names[i : i + size] for names in equal for i in range(0, len(names) - size + 1, size))
+        every += groups if known is None or size in known else ()
+        for layouts in _layouts_over(profile, size, len(problem.devices)) if groups else ():
+            joined, whole = join(profile, machine, groups, layouts)
+            leads, note = tuple(group[0] for group in groups), f"operators over {size} devices"
+            yield PlanningProblem(joined, whole, leads, note, problem, groups, layouts=layouts)
+    names = tuple(name for some in equal for name in some)
+    if every and not options.is_runnable and 2 < len(names) <= MOST_FREE:
+        yield _with_degrees(problem, names, every)
+
+
+def _equal_devices(problem: PlanningProblem, type_: str) -> list[tuple[str, ...]]:
+    """Returns the devices of a type, those of one host and kind together."""
+    equal: dict[tuple[str, str], list[str]] = {}
+    for device in map(problem.machine.device, problem.devices):
+        if device.type == type_:
+            equal.setdefault((device.host, device.kind), []).append(device.name)
+    return [tuple(names) for names in equal.values()]
+
+
+def _with_degrees(problem: PlanningProblem, names: tuple[str, ...], tp_groups: list[TpGroup]) -> PlanningProblem:
+    """Returns the problem in which each stage chooses the size of its tensor-parallel groups."""
+    machine, degrees = problem.machine, (1, *sorted({len(tp_group) for tp_group in tp_groups}))
+    profile = with_tp_times(problem.profile, machine, [[*map(machine.device, tp_group)] for tp_group in tp_groups])
+    note = "operators over each stage's own devices"
+    return PlanningProblem(profile, machine, names, note, problem, degrees=degrees)
+
+
+def _layouts_over(profile: Profile, size: int, num_devices: int) -> Iterator[tuple[Layout, ...]]:
+    """Yields what groups of a size may divide beside operators: nothing, and layouts that the model's graph has.
+
+    On more than `MOST_FREE` devices that is only the layout that divides most. A head in chunks needs all logits, so it
+    excludes a divided vocabulary.
+    """
+    if profile.tp_sizes is None or size in profile.tp_sizes:
+        yield ()
+    kinds = {kind for kind, sizes in profile.layout_sizes.items() if size in sizes}
+    if profile.head_chunks > 1:
+        kinds = {kind for kind in kinds if "vocabulary" not in kind}
+    along: list[tuple[Layout, ...]] = [("sequence", "vocabulary"), ("sequence",), ("vocabulary",), ("context",)]
+    known = [layouts for layouts in along if "+".join(layouts) in kinds]
+    if ("sequence", "vocabulary") in known:
+        known.remove(("sequence",))  # it saves no more
+    yield from known if num_devices <= MOST_FREE else known[:1]

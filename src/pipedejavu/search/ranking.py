@@ -20,8 +20,8 @@ from pipedejavu.simulate import Prediction, check_fit, simulate
 
 NEAR = 1.01
 """Plans within this ratio of the fastest count as equally fast; the simplest of them comes first."""
-ZERO_NEAR = 1.05
-"""A plan that divides state over replicas must be faster than one that does not by this ratio: it sends more messages,
+DIVIDED_NEAR = 1.05
+"""A plan that divides state or operators must be faster than one that does not by this ratio: it sends more messages,
 and forecasts of plans that differ in that err by this much."""
 FULL = (3, 5)
 """Microbatches per stage after which a pipeline is in its steady state, in most and in nearly all cases."""

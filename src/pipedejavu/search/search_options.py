@@ -38,7 +38,7 @@ class SearchOptions(Record):
     precision: Precision = Precision()
     """The precision of the plans, in which the profile was measured."""
     is_runnable: bool = False
-    """Whether to search only plans that the engine runs: no tensor parallelism."""
+    """Whether to search only plans that the engine runs: no tensor-parallel groups of several sizes."""
     head_chunks: int | None = Field(default=None, ge=1)
     """Chunks of tokens in which the model's head runs; by default the best of those in the profile."""
     devices: tuple[str, ...] | None = Field(default=None, min_length=1)

@@ -26,7 +26,8 @@ def offer_shares(pool: Pool, problems: list[PlanningProblem], options: SearchOpt
     for problem in problems:
         units = len(problem.profile.units)
         kind_of = {name: problem.machine.device(name).kind for name in problem.devices}
-        if len({*kind_of.values()}) < 2 or len(problem.degrees) > 1:
+        is_run = not (options.is_runnable and problem.tp_groups)  # the engine runs no groups with shares
+        if len({*kind_of.values()}) < 2 or len(problem.degrees) > 1 or not is_run:
             continue
         for samples in microbatch_sizes(options, 1):
             costs = pool.costs(problem, samples)

@@ -12,8 +12,8 @@ from pipedejavu.search.lower_bound import lower_bound_s
 from pipedejavu.search.memory_repair import repaired
 from pipedejavu.search.neighbour import neighbours
 from pipedejavu.search.plan_pool import SLACK, Pool, PooledPlan
-from pipedejavu.search.plan_writer import other_orders, stashed, write
-from pipedejavu.search.ranking import NEAR, ZERO_NEAR, Timed, admit, faster_form, price_of, time_plan
+from pipedejavu.search.plan_writer import other_orders, stashed, why_not_run, write
+from pipedejavu.search.ranking import DIVIDED_NEAR, NEAR, Timed, admit, faster_form, price_of, time_plan
 from pipedejavu.search.search_options import SearchOptions
 from pipedejavu.search.search_result import RankedPlan
 
@@ -176,8 +176,8 @@ class SimulationQueue:
         self._number += 1
         yield _Waiting(least / 3600 if options.objective == "price" else least, False, self._number, plan, pooled)
         key = f"{plan.order.kind} {plan.feed.kind}"
-        others = () if key in self._tried else other_orders(plan, candidate.problem.profile) + stashed(plan, options)
-        for other in others:
+        others = [] if key in self._tried else other_orders(plan, candidate.problem.profile) + stashed(plan, options)
+        for other in (p for p in others if not (options.is_runnable and why_not_run(p))):
             self._tried.add(key)
             self._number += 1
             yield _Waiting(0.0, False, self._number, other, pooled)
@@ -186,12 +186,14 @@ class SimulationQueue:
 def in_order(candidates: list[RankedPlan], options: SearchOptions) -> list[RankedPlan]:
     """Returns the plans by time, but of plans within `NEAR` of the fastest the simplest first.
 
-    Plans that divide state over replicas count as `ZERO_NEAR` slower than they are. If the first is stale, its form
+    Plans that divide state or operators count as `DIVIDED_NEAR` slower than they are. If the first is stale, its form
     that lost the least accuracy in the study comes before it.
     """
 
-    def handicapped(plan: RankedPlan) -> float:
-        return value_of(plan, options) * (ZERO_NEAR if plan.plan.keep.kind.startswith("zero") else 1.0)
+    def handicapped(ranked: RankedPlan) -> float:
+        plan = ranked.plan
+        is_divided = plan.keep.kind.startswith("zero") or plan.place.stage_shards is not None
+        return value_of(ranked, options) * (DIVIDED_NEAR if is_divided else 1.0)
 
     left = sorted(candidates, key=lambda c: (handicapped(c), c.fullest_share))
     ordered = []

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipedejavu.facts import Cost
+from pipedejavu.facts import Cost, Unit
+from pipedejavu.program.unit_traffic import parameter_share
 from pipedejavu.search.candidate_plan import Array, Mode, PlanningProblem, bucket_bytes
 from pipedejavu.search.recompute_segment import RecomputeChoice, Segments, StageRecompute, divide, units_only
 from pipedejavu.search.slot import ScheduledSlot, StageSlot
@@ -89,14 +90,15 @@ class StageCosts:
         self.problem, self.samples, self.profile = problem, samples, problem.profile
         units = self.profile.units
         self.num_units = len(units)
+        held = [_held_times(problem, unit) for unit in units]
         self.state = StateSums(
-            weights=prefix_sums([u.parameter_bytes for u in units]),
-            gradients=prefix_sums([u.gradient_bytes for u in units]),
-            optimizer=prefix_sums([u.optimizer_bytes for u in units]),
+            weights=prefix_sums([u.parameter_bytes * times for u, times in zip(units, held, strict=True)]),
+            gradients=prefix_sums([u.gradient_bytes * times for u, times in zip(units, held, strict=True)]),
+            optimizer=prefix_sums([u.optimizer_bytes * times for u, times in zip(units, held, strict=True)]),
         )
         """Prefix sums over units."""
         self.model = ModelStateBytes(*(float(totals[-1]) for totals in self.state))
-        others = problem.tp_size - 1
+        others = 0 if {"sequence", "context"} & {*problem.layouts} else problem.tp_size - 1
         saved = [(u.activation_bytes + others * u.replicated_bytes) * samples for u in units]
         self.saved = prefix_sums(saved)
         """Prefix sums of saved activations."""
@@ -104,7 +106,7 @@ class StageCosts:
         """Bytes per microbatch that cross each boundary between units."""
         self._largest = LargestUnit(
             saved=range_maxima(saved),
-            weights=range_maxima([u.parameter_bytes for u in units]),
+            weights=range_maxima([u.parameter_bytes * times for u, times in zip(units, held, strict=True)]),
             checkpoint=range_maxima([*self.cut[:-1]]),
         )
         self._buffers = 1 if problem.is_optimistic else 2  # a pipeline holds one more of each, as neighbours run ahead
@@ -261,6 +263,13 @@ class StageCosts:
         sums = self.add_up(start, end, scheduled.slot, mode)
         choice = self._choose(sums, np.asarray(start), np.asarray(end), scheduled, mode)
         return choice.of(self.segments(scheduled.slot.kinds, mode), start, end)
+
+
+def _held_times(problem: PlanningProblem, unit: Unit) -> float:
+    """Returns how often the devices of a group hold each byte of a unit's state: once, but for what none divides."""
+    size = problem.tp_size
+    share = parameter_share(problem.layouts, size, unit) if size > 1 else 1.0
+    return share + (1 - share) * size
 
 
 def _tail(sums: StageSums, backward: Array, scheduled: ScheduledSlot, mode: Mode) -> Array:

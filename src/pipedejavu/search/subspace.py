@@ -100,7 +100,8 @@ def subspaces(problem: PlanningProblem, options: SearchOptions) -> Iterator[Sear
                 device_order = DeviceOrder(problem, layout, size)
                 for samples in microbatch_sizes(options, size):
                     yield from _order_subspaces(problem, device_order, (size,), samples, modes, options)
-        if 1 < count <= MOST_FREE and not has_ties:
+        is_run = not (options.is_runnable and problem.tp_groups)  # the engine runs no groups beside unequal replicas
+        if 1 < count <= MOST_FREE and not has_ties and is_run:
             free = DeviceOrder(problem, order)
             for samples in microbatch_sizes(options, 1):
                 sizes = _free_sizes(problem, options, samples, count)

@@ -116,13 +116,18 @@ def read_optimizer(model: nn.Module, optimizer: Any, scheduler: Any) -> TorchOpt
 
 def check_whole_state(optimizer: Any, plan: Plan) -> None:
     """Raises InputError if a plan divides parameters and their state, and the optimizer is run as torch runs it."""
-    groups = optimizer.newest if isinstance(optimizer, GroupedOptimizer) else ()
-    kinds = [group.rule.kind.__name__ for group in groups if isinstance(group.rule, GivenOptimizer)]
+    kinds = kinds_of_whole(optimizer)
     if kinds and (plan.keep.kind.startswith("zero") or plan.place.shards > 1 or plan.place.stage_shards):
         raise InputError(
             f"plan '{plan.name}' divides the state of a parameter over workers, and {kinds[0]} is run on whole ones;"
             " use AdamW, Adam or SGD, or a plan such as '1f1b' or 'ddp'"
         )
+
+
+def kinds_of_whole(optimizer: Any) -> list[str]:
+    """Returns the optimizers among the groups that are run as torch runs them, on whole parameters."""
+    groups = optimizer.newest if isinstance(optimizer, GroupedOptimizer) else ()
+    return [group.rule.kind.__name__ for group in groups if isinstance(group.rule, GivenOptimizer)]
 
 
 def read_positional(positional: tuple[Any, ...], optimizer: Any, loss: Any) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from pipedejavu.planner.compile_choice import CompileMode, settle_compile
 from pipedejavu.planner.measure import explain_estimates, measure
 from pipedejavu.planner.planning import choose_plan, kept_profile, known_machine, measure_setups, most_samples
 from pipedejavu.planner.precision_choice import with_precision
-from pipedejavu.planner.profiling import choose_sizes, measure_with
+from pipedejavu.planner.profiling import choose_sizes, divisible, measure_with
 from pipedejavu.planner.worker_host import WorkerHost, devices_to_measure, make_machine, read_worker_hosts, torch_device
 from pipedejavu.profile import ModelCut, TimeBudget, UnitSample, cut_model, make_samples
 from pipedejavu.profile.sequential import Units
@@ -33,7 +33,7 @@ from pipedejavu.run.measure_bar import show_measuring
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.search import RankedPlan, SearchOptions
 from pipedejavu.session.batch_split import BatchSplit, without_padding
-from pipedejavu.session.torch_optimizer import check_whole_state
+from pipedejavu.session.torch_optimizer import check_whole_state, kinds_of_whole
 from pipedejavu.session.trainer_ranks import TrainerRanks
 from pipedejavu.simulate import check_fit, simulate
 from pipedejavu.source.loss_reduction import Loss, Reduction, find_reduction, own_loss
@@ -308,7 +308,8 @@ class TrainerPlan:
                     is_compiled=is_compiled,
                     budget=budget,
                 )
-            return profile.replace(begins=cut.begins)
+            profile = profile.replace(begins=cut.begins)
+            return profile if kinds_of_whole(job.optimizer) else divisible(profile, unit_samples[-1], machine)
 
         settings = {"sizes": sizes, "ways": setups, "precision": str(precision), "is_compiled": is_compiled}
         return kept_profile(job, batch.head(sizes[-1]), settings | {"budget": budget.total_s}, measure)

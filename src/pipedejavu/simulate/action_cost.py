@@ -13,8 +13,9 @@ from pipedejavu.program.action import COMPUTE_KINDS, GRADIENT_KINDS, RECV
 from pipedejavu.program.passes import COLLECTIVES
 from pipedejavu.program.program import shard_group
 from pipedejavu.program.summation import interface_share
+from pipedejavu.program.tp_group import part_time
+from pipedejavu.program.unit_traffic import unit_collectives
 from pipedejavu.simulate.correction_cost import added_updates
-from pipedejavu.simulate.unit_traffic import unit_collectives
 
 
 class ActionWork(NamedTuple):
@@ -154,7 +155,8 @@ class ActionCosts:
         )
         if a.kind == ActionKind.EVAL:  # a stage is scored with the whole model
             units = tuple(range(len(profile.units)))
-        return [profile.time(profile.units[u], kind) for u in units]
+        size, layouts = self.plan.tensor_shards, self.plan.cut.layouts
+        return [part_time(profile, profile.units[u], kind, size, layouts) for u in units]
 
     def _compute(self, a: Action, worker: int) -> ActionWork:
         times, samples = self._times(a, self._device(worker).kind), self.sizes.samples(a.microbatch)
@@ -164,8 +166,7 @@ class ActionCosts:
         if a.kind == ActionKind.FORWARD and self._makes_targets(a.piece, worker):
             loading = self.program.profile.batch.get(self._device(worker).kind)
             time += loading.at(samples) if loading else 0.0
-        time *= self._budget(a)
-        time = time / self.plan.tensor_shards + self._sums(a, samples)
+        time = time * self._budget(a) + self._sums(a, samples)
         if more := added_updates(self.program, a):
             time += more * sum(t.update_s for t in times)
         return ActionWork(0.0, time, issue_s=issue)
@@ -187,10 +188,11 @@ class ActionCosts:
             return 0.0
         units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
         is_backward = a.kind in (ActionKind.BACKWARD, ActionKind.INPUT_BACKWARD)
-        times = []
-        for name, size in (row for u in units for row in unit_collectives(self.plan, u, samples, is_backward)):
-            latency_s, bytes_s, _ = _collective_times(name, len(group.workers), routes, size, is_sum=True)
-            times.append(latency_s + bytes_s)
+        size, times = len(group.workers), list[float]()
+        for unit in units:
+            for row in unit_collectives(self.plan.cut.layouts, size, unit, is_backward=is_backward):
+                lines = (route.collective_line(row.kind, size) for route in routes)
+                times.append(max(latency_s + row.size_bytes(samples) * byte_s for latency_s, byte_s in lines))
         return math.fsum(times)
 
     def _makes_targets(self, piece: int, worker: int) -> bool:
@@ -203,8 +205,8 @@ class ActionCosts:
         device = self.machine.cpu_of(trainer) if a.update_place == UpdatePlace.HOST else trainer
         parts = self.sizes.group_size(a.piece) if a.update_place == UpdatePlace.SHARD else 1
         units = [self.program.profile.units[u] for u in self.program.pieces[a.piece].units]
-        shares = [self.sizes.held_share(unit) for unit in units]
-        times = self._times(a, device.kind)
+        times = self._times(a, device.kind)  # of this worker's part, unless only experts are divided
+        shares = [self.sizes.held_share(unit) if self.plan.divides_experts else 1.0 for unit in units]
         time = sum(t.update_s * share for t, share in zip(times, shares, strict=True)) / parts
         time *= 1 + added_updates(self.program, a)
         if device.type == trainer.type:
