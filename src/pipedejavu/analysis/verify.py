@@ -176,6 +176,7 @@ def promised_versions(program: Program, a: Action) -> tuple[int, int]:
         "local": update,
         "vertical": max(0, update - last_stage),
         "double-buffer": max(0, update - 1),
+        "late": max(0, update - program.delay_of(a.replica)),
         "torn": -1,
     }[plan.version.kind]
     return version, version
@@ -270,6 +271,9 @@ def _held_at_end(program: Program, table: Table, index: int, there: set[Value]) 
     plan, held = program.plan, {*program.held(index)}
     actions = program.workers[index].actions
     last_read: dict[Value, int] = {}
+    if table.compares_shares:
+        reads = ((k, value) for k, a in enumerate(actions) if a.kind == REDUCE for value in table(a, index)[0])
+        last_read = {value: k for k, value in reads if value.kind == WEIGHTS}
     if plan.is_flush_free:
         kinds = _WEIGHT_READERS - {BACKWARD} if plan.version.correction == "weight-prediction" else _WEIGHT_READERS
         readers = ((k, a) for k, a in enumerate(actions) if a[0] in kinds)
@@ -375,6 +379,8 @@ def _most_versions(program: Program, worker: int) -> int:
     pieces = [piece for piece, _ in program.held(worker)]
     # The version that gradients are of stays until the update has compared it with the newest.
     compared = plan.version.correction == "delay-compensation" and any(program.late_by(piece) for piece in pieces)
+    if plan.version.kind == "late":
+        return 1 + compared * max((program.delay_of(replica) for _, replica in program.held(worker)), default=0)
     if plan.keep.versions:
         return plan.keep.versions + compared
     if plan.version.kind == "stash":

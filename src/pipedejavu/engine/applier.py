@@ -163,6 +163,16 @@ class Applier:
             add_to_velocity(state, base, out, decay)
         return out
 
+    def compensated_share(self, a: Action, share: Tensors) -> Tensors:
+        """Returns what a late replica adds to a sum: its share of a gradient, compensated as the mean of its samples."""
+        delay = self.program.delay_of(a.replica) if self.correction.compensates_shares else 0
+        if not delay or not a.version:
+            return share
+        newest = Value.weights(a.piece, a.replica, a.version)
+        read = self.values[newest.at(max(0, a.version - delay))]
+        count = sum(self.batches.count(i) for i in self.program.fed_by(a.replica, self.first_version + a.version))
+        return compensate(share, self.values[newest], read, self.plan.version.compensation, 1 / max(count, 1))
+
     def corrected(self, a: Action, weights: Tensors) -> tuple[Tensors, ReboundWeights | None]:
         """Returns the weights that a forward computes with, and a context in which what it saves forgets them."""
         late, state = a.microbatch // self.program.update_size - a.version, self.state.get((a.piece, a.replica), {})

@@ -13,6 +13,7 @@ from pipedejavu.program.action import (
     SEND,
     UPDATE,
     Action,
+    UpdatePlace,
     Via,
 )
 from pipedejavu.program.effect import Table
@@ -170,10 +171,15 @@ def inserted(program: Program, before: list[dict[int, list[Action]]], after: lis
 
 
 def add_version_drops(program: Program) -> Program:
-    """Adds a DROP of each old weight version after its last reader, unless an update in place reuses its memory."""
-    if program.plan.version.kind not in ("stash", "vertical", "double-buffer"):
-        return program
+    """Adds a DROP of each old weight version after its last reader, unless an update in place reuses its memory.
+
+    A version that a REDUCE reads last is dropped before the next update, which needs what the REDUCE makes: a DROP
+    right after it would keep forwards waiting for other workers.
+    """
     table = Table(program)
+    if program.plan.version.kind not in ("stash", "vertical", "double-buffer") and not table.compares_shares:
+        return program
+    before: list[dict[int, list[Action]]] = []
     after: list[dict[int, list[Action]]] = []
     for index, worker in enumerate(program.workers):
         last: dict[Value, int] = {}
@@ -183,10 +189,17 @@ def add_version_drops(program: Program) -> Program:
             if a.kind == UPDATE:
                 newest[a.piece, a.replica] = a.version
         drops: dict[int, list[Action]] = {}
+        early: dict[int, list[Action]] = {}
         for weights, position in last.items():
             reader = worker.actions[position]
             is_reused = reader.kind == UPDATE and weights.number == reader.version - 1
-            if not is_reused and weights.number < newest.get((weights.piece, weights.replica), 0):
+            if is_reused or weights.number >= newest.get((weights.piece, weights.replica), 0):
+                continue
+            if reader.kind == REDUCE:
+                following = reader._replace(kind=UPDATE, version=reader.version + 1, what=None, via=UpdatePlace.DEVICE)
+                early.setdefault(worker.actions.index(following), []).append(Action.on(DROP, weights))
+            else:
                 drops.setdefault(position, []).append(Action.on(DROP, weights))
+        before.append(early)
         after.append(drops)
-    return inserted(program, [{} for _ in program.workers], after)
+    return inserted(program, before, after)
