@@ -70,15 +70,16 @@ CORRECTION_RULES = (
         lambda plan, profile: (
             plan.version.kind == "late" and plan.version.correction == "delay-compensation" and bool(profile.ties)
         ),
-        "correction 'delay-compensation' squares the gradient of a weight, which units that share it have only in parts",
+        "correction 'delay-compensation' squares the gradient of a weight, and units that share it have only parts of"
+        " that",
         "untie the weights, or use correction 'weight-prediction' or 'none'",
     ),
     Rule(
         lambda plan, _: (
             plan.version.kind == "late" and plan.version.correction == "delay-compensation" and plan.version.delay > 1
         ),
-        "correction 'delay-compensation' needs the newest weights, which a CPU replica with a delay of {delay} makes only"
-        " after later shares, so all others would wait for those",
+        "correction 'delay-compensation' needs the newest weights, which a CPU replica with a delay of {delay} makes"
+        " only after later shares, so all others would wait for those",
         "set version.delay to 1, or use correction 'weight-prediction' or 'none'",
     ),
     Rule(

@@ -31,8 +31,8 @@ LATE_RULES = (
     ),
     Rule(
         lambda plan, _: _is_late(plan) and (plan.precision.compute == "fp16" or plan.reduce.has_buffer_broadcast),
-        "version 'late' begins a share before the update before it is made, so its replicas have no common loss scale of"
-        " fp16 and no common moment to broadcast running statistics",
+        "version 'late' begins a share before the update before it is made, so its replicas have no common loss scale"
+        " of fp16 and no common moment to broadcast running statistics",
         "set precision.compute to 'bf16' or 'fp32' and switch reduce.has_buffer_broadcast off, or use version 'sync'",
     ),
 )

@@ -77,8 +77,8 @@ class ShareSplit:
     """Estimates the shares of one plan on one machine and chooses the best.
 
     Pipelines compute concurrently, gradients are summed after the last one ends, and then each pipeline updates; a late
-    pipeline computes its next share meanwhile. For pipelines of one worker the estimate equals the simulator's. For longer ones it counts the slowest stage or transfer
-    once per microbatch, and every other stage once.
+    pipeline computes its next share meanwhile. For pipelines of one worker the estimate equals the simulator's. For
+    longer ones it counts the slowest stage or transfer once per microbatch, and every other stage once.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ShareSplit:
         )
 
     def _rest_s(self, active: Sequence[int]) -> list[float]:
-        """Returns how long each pipeline is busy with an update beside its share, as far as pipelines differ in that."""
+        """Returns how long each pipeline is busy with an update beside its share, if some are late; else zeros."""
         if not any(map(self._is_late, active)) or all(map(self._is_late, active)):
             return [0.0] * len(self.pipelines)
         total = self._sum_s(active)
