@@ -232,7 +232,9 @@ def needed(exact: ModeRun, loss: float) -> float:
     From the first evaluation on; 1 if the loss ends higher.
     """
     rows = [*zip(*exact.evaluations, strict=True)]
-    points = [(row[0].samples / rows[-1][0].samples, fmean(e.loss for e in row)) for row in rows]
+    points: list[tuple[float, float]] = [
+        (row[0].samples / rows[-1][0].samples, fmean(e.loss for e in row)) for row in rows
+    ]
     if points[0][1] <= loss:
         return points[0][0]
     for (start, above), (end, below) in pairwise(points):
