@@ -9,9 +9,9 @@ GPU and one on the CPU: with shares that are forced, and with the one that the p
 may be none; "late" is the same with a late share, whose weights are an update older; "1f1b" is two stages, GPU then
 CPU, in four microbatches. Times are medians over the steps of a run.
 
-Then these plans are audited for each model, with SGD and without dropout, as AdamW turns rounding into whole steps where
-a gradient is nearly zero, and a GPU draws other masks than the replay: the largest difference of a weight from the
-float64 replay must be less than a hundredth of the largest distance that a weight has moved; a lost sample would be
+Then the three plans are audited for each model, with SGD and without dropout, as AdamW turns rounding into whole steps
+where a gradient is nearly zero, and a GPU draws other masks than the replay: the largest difference of a weight from
+the float64 replay must be less than a hundredth of the largest distance that a weight has moved; a lost sample would be
 more. VGG19 is audited in float64: its BatchNorms make so much of rounding that in float32 plain training fails as well.
 With `--slowed N` only VGG19 is run, on a GPU that repeats the work of every unit (slow_gpu.py), so N times as slow:
 `--slowed 3` makes an H200 about five times as fast as 16 cores, the ratio of a GTX 1650, and the CPU's share pays.

@@ -8,7 +8,13 @@ pytest.importorskip("sklearn")
 from pipedejavu.engine import AdamW, Sgd
 from pipedejavu.plan import Version
 from pipedejavu.reproduce.described_pair import MACHINE, Large
-from pipedejavu.reproduce.late_share_study import Mode, ModeRun, needed, train, train_in_order_of_arrival
+from pipedejavu.reproduce.late_share_study import (
+    Synchronisation,
+    SynchronisationRun,
+    needed,
+    train,
+    train_in_order_of_arrival,
+)
 from pipedejavu.reproduce.training_study import Evaluated, StudyRun, TrainingStudy
 from pipedejavu.zoo import open_data
 from pipedejavu.zoo.mlp import MlpSize
@@ -27,11 +33,11 @@ def study(optimizer):
 @pytest.mark.parametrize("optimizer", [Sgd(lr=0.1, momentum=0.9), AdamW(lr=0.01, weight_decay=0.0)], ids=repr)
 def test_one_worker_in_the_order_of_arrival_is_synchronous_training(optimizer):
     each = study(optimizer)
-    exact = train(each, SMALL, Mode("coarse", Version()), 16, 0, optimizer.lr)
+    exact = train(each, SMALL, Synchronisation("coarse", Version()), 16, 0, optimizer.lr)
     alone = train_in_order_of_arrival(StudyRun(each, 0), [2.0], 16, 0.04)
     assert [e.loss for e in alone] == pytest.approx([e.loss for e in exact], rel=1e-4)
     assert [e.simulated_s for e in alone] == [4.0 * n for n in range(1, 9)]
-    late = train(each, SMALL, Mode("late-share", Version(kind="late")), 16, 0, optimizer.lr)
+    late = train(each, SMALL, Synchronisation("late-share", Version(kind="late")), 16, 0, optimizer.lr)
     assert late[-1].loss != pytest.approx(exact[-1].loss, rel=1e-4)
 
 
@@ -52,6 +58,8 @@ def test_late_shares_shorten_updates_only_where_times_vary():
 
 def test_the_updates_that_synchronous_training_needs_are_found_between_evaluations():
     losses = (2.0, 1.0, 0.5, 0.4)
-    run = ModeRun(Mode("coarse"), 0.1, [[Evaluated(10 * n, 0.0, 0.0, loss, 0.0) for n, loss in enumerate(losses, 1)]])
+    run = SynchronisationRun(
+        Synchronisation("coarse"), 0.1, [[Evaluated(10 * n, 0.0, 0.0, loss, 0.0) for n, loss in enumerate(losses, 1)]]
+    )
     assert needed(run, 0.75) == pytest.approx(0.625)
     assert (needed(run, 3.0), needed(run, 0.4), needed(run, 0.1)) == (0.25, 1.0, 1.0)

@@ -270,14 +270,7 @@ def _held_at_end(program: Program, table: Table, index: int, there: set[Value]) 
     """
     plan, held = program.plan, {*program.held(index)}
     actions = program.workers[index].actions
-    last_read: dict[Value, int] = {}
-    if table.compares_shares:
-        reads = ((k, value) for k, a in enumerate(actions) if a.kind == REDUCE for value in table(a, index)[0])
-        last_read = {value: k for k, value in reads if value.kind == WEIGHTS}
-    if plan.is_flush_free:
-        kinds = _WEIGHT_READERS - {BACKWARD} if plan.version.correction == "weight-prediction" else _WEIGHT_READERS
-        readers = ((k, a) for k, a in enumerate(actions) if a[0] in kinds)
-        last_read = {Value.weights(a.piece, a.replica, a.version): k for k, a in readers}
+    last_read = _last_weight_reads(program, table, index)
     for position, a in enumerate(actions):
         if a.kind in TAKING and (taken := table.taken(a)) is not None:
             there.discard(taken)
@@ -293,6 +286,19 @@ def _held_at_end(program: Program, table: Table, index: int, there: set[Value]) 
                 there.discard(older)
             there.add(value)
     return there
+
+
+def _last_weight_reads(program: Program, table: Table, index: int) -> dict[Value, int]:
+    """Returns the positions of the last readers of weights that a newer version may not overwrite at once."""
+    plan, actions = program.plan, program.workers[index].actions
+    if table.compares_shares:
+        reads = ((k, value) for k, a in enumerate(actions) if a.kind == REDUCE for value in table(a, index)[0])
+        return {value: k for k, value in reads if value.kind == WEIGHTS}
+    if not plan.is_flush_free:
+        return {}
+    kinds = _WEIGHT_READERS - {BACKWARD} if plan.version.correction == "weight-prediction" else _WEIGHT_READERS
+    readers = ((k, a) for k, a in enumerate(actions) if a[0] in kinds)
+    return {Value.weights(a.piece, a.replica, a.version): k for k, a in readers}
 
 
 _STATE = frozenset((WEIGHTS, OPTIMIZER_STATE))

@@ -39,7 +39,7 @@ _HEADS = (
 
 
 @dataclass(frozen=True)
-class Mode:
+class Synchronisation:
     """A synchronisation: of the engine by its version, or in the order of arrivals."""
 
     name: str
@@ -48,21 +48,21 @@ class Mode:
     """For the order of arrivals."""
 
 
-MODES = (
-    Mode("coarse", Version()),
-    Mode("late-share", Version(kind="late")),
-    Mode("late-share + prediction", Version(kind="late", correction="weight-prediction")),
-    Mode("late-share + compensation", Version(kind="late", correction="delay-compensation")),
-    Mode("late-share, delay 4", Version(kind="late", delay=4)),
-    Mode("asynchronous", None),
-    Mode("asynchronous + compensation", None, _COMPENSATION),
+SYNCHRONISATIONS = (
+    Synchronisation("coarse", Version()),
+    Synchronisation("late-share", Version(kind="late")),
+    Synchronisation("late-share + prediction", Version(kind="late", correction="weight-prediction")),
+    Synchronisation("late-share + compensation", Version(kind="late", correction="delay-compensation")),
+    Synchronisation("late-share, delay 4", Version(kind="late", delay=4)),
+    Synchronisation("asynchronous", None),
+    Synchronisation("asynchronous + compensation", None, _COMPENSATION),
 )
 
 
-class ModeRun(NamedTuple):
+class SynchronisationRun(NamedTuple):
     """The evaluations of a synchronisation, a list per seed; their simulated seconds count from 0."""
 
-    mode: Mode
+    mode: Synchronisation
     rate: float
     evaluations: Sequence[Sequence[Evaluated]]
 
@@ -85,14 +85,20 @@ def run(setting: Setting) -> ExperimentFindings:
         title: replace(study, samples=2 * study.samples, machine=MACHINE, devices=_devices())
         for title, study in studies().items()
     }
-    modes = MODES if setting.scale != "quick" else (*MODES[:2], MODES[3], MODES[5])
+    modes = (
+        SYNCHRONISATIONS
+        if setting.scale != "quick"
+        else (*SYNCHRONISATIONS[:2], SYNCHRONISATIONS[3], SYNCHRONISATIONS[5])
+    )
     tables, charts, compared, answers, choices = [], [], [], [], []
     for (title, study), large, updates in zip(small.items(), LARGE, counts, strict=False):
         runs = []
         for mode in modes:
             rate = _own_rate(study, large, mode, updates, seeds.stop)
             setting.report(f"{title}: {mode.name} with a learning rate of {rate:g}")
-            runs.append(ModeRun(mode, rate, [train(study, large, mode, updates, seed, rate) for seed in seeds]))
+            runs.append(
+                SynchronisationRun(mode, rate, [train(study, large, mode, updates, seed, rate) for seed in seeds])
+            )
         steps = max(1, updates // POINTS)
         heading = f"{title}, {updates} updates of {study.samples} samples; times of {large.name}"
         tables.append(FindingsTable(heading, _HEADS, [_cells(each, runs[0], large, steps) for each in runs]))
@@ -125,7 +131,7 @@ def _devices() -> tuple[str, ...]:
     return tuple(device.name for device in MACHINE.devices)
 
 
-def _own_rate(study: TrainingStudy, large: Large, mode: Mode, updates: int, seed: int) -> float:
+def _own_rate(study: TrainingStudy, large: Large, mode: Synchronisation, updates: int, seed: int) -> float:
     def loss_at(rate: float) -> float:
         return train(study.held_out, large, mode, updates, seed, rate)[-1].loss
 
@@ -133,7 +139,7 @@ def _own_rate(study: TrainingStudy, large: Large, mode: Mode, updates: int, seed
 
 
 def train(
-    study: TrainingStudy, large: Large, mode: Mode, updates: int, seed: int, rate: float,
+    study: TrainingStudy, large: Large, mode: Synchronisation, updates: int, seed: int, rate: float,
     shares: tuple[float, ...] = SHARES,
 ) -> list[Evaluated]:  # fmt: skip
     """Trains with one seed; returns the evaluations, in simulated seconds of the large model."""
@@ -205,7 +211,7 @@ def _torch_optimizer(optimizer: object, parameters: Sequence[Tensor]) -> torch.o
     return torch.optim.AdamW([*parameters], lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, weight_decay=0.0)
 
 
-def _times(each: ModeRun, large: Large, steps: int) -> tuple[float, float | None]:
+def _times(each: SynchronisationRun, large: Large, steps: int) -> tuple[float, float | None]:
     """Returns the simulated time of an update, and its mean where the CPU's times vary."""
     if each.mode.version is None:
         last = each.evaluations[0][-1]
@@ -214,7 +220,7 @@ def _times(each: ModeRun, large: Large, steps: int) -> tuple[float, float | None
     return large.update_s(each.mode.version, steps), large.varying_s(each.mode.version, steps)
 
 
-def _cells(each: ModeRun, exact: ModeRun, large: Large, steps: int) -> tuple[str, ...]:
+def _cells(each: SynchronisationRun, exact: SynchronisationRun, large: Large, steps: int) -> tuple[str, ...]:
     points = [a - b for a, b in zip(each.accuracies, exact.accuracies, strict=True)]
     update_s, varying_s = _times(each, large, steps)
     return (
@@ -226,7 +232,7 @@ def _cells(each: ModeRun, exact: ModeRun, large: Large, steps: int) -> tuple[str
     )  # fmt: skip
 
 
-def needed(exact: ModeRun, loss: float) -> float:
+def needed(exact: SynchronisationRun, loss: float) -> float:
     """Returns the share of its updates after which a run's mean test loss first is as low, between evaluations by line.
 
     From the first evaluation on; 1 if the loss ends higher.
@@ -243,7 +249,7 @@ def needed(exact: ModeRun, loss: float) -> float:
     return 1.0
 
 
-def _curve(each: ModeRun) -> Curve:
+def _curve(each: SynchronisationRun) -> Curve:
     points = [
         (fmean(e.simulated_s for e in row), 100 * fmean(e.accuracy for e in row))
         for row in zip(*each.evaluations, strict=True)
@@ -251,7 +257,7 @@ def _curve(each: ModeRun) -> Curve:
     return Curve(each.mode.name, points)
 
 
-def _compared(title: str, runs: Sequence[ModeRun]) -> list[Compared]:
+def _compared(title: str, runs: Sequence[SynchronisationRun]) -> list[Compared]:
     found = []
     for each in runs[1:]:
         points = [a - b for a, b in zip(each.accuracies, runs[0].accuracies, strict=True)]
@@ -261,7 +267,7 @@ def _compared(title: str, runs: Sequence[ModeRun]) -> list[Compared]:
     return found
 
 
-def _answer(title: str, runs: Sequence[ModeRun], large: Large, steps: int) -> str:
+def _answer(title: str, runs: Sequence[SynchronisationRun], large: Large, steps: int) -> str:
     """Returns a sentence on what a late share costs and gains."""
     exact, late = runs[0], runs[1]
     points = [a - b for a, b in zip(late.accuracies, exact.accuracies, strict=True)]
@@ -295,7 +301,7 @@ def _sweep(
     rows = []
     for delay in setting.pick((1,), (0, 1, 2, 4, 8), (0, 1, 2, 4, 8)):
         setting.report(f"{title}: a delay of {delay}")
-        mode, cells = Mode("", Version(kind="late", delay=delay)), []
+        mode, cells = Synchronisation("", Version(kind="late", delay=delay)), []
         for share in (1 / 6, 1 / 2, 5 / 6):
             ends = [train(study, LARGE[0], mode, updates, s, rate, (1 - share, share))[-1] for s in seeds]
             cells.append(describe_mean([100 * end.accuracy for end in ends], ".1f"))
