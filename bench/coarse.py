@@ -122,6 +122,8 @@ def train(name: str, row: Row, model: Model, data: str, folder: Path, *more: str
     source = (model.source,) if model.source else (f"zoo:{name}", "--data", data)
     command = [sys.executable, "-m", "pipedejavu", "train", *source, *row.plan, *sizes, "--steps", str(row.steps)]
     command += ["--run-dir", str(folder), "--json", *more]
+    if "--dtype" not in more:
+        command += ["--precision", "fp32"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-2000:]}")

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
         ("train --plan auto --compile on", "train", {"mode": "on"}),
-        ("train --compile on --no-deterministic", "train", {"mode": "on", "is_deterministic": False}),
+        ("train --compile on --deterministic", "train", {"mode": "on", "more": ["--deterministic"]}),
         ("Trainer, plan auto", "trainer", {}),
         ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
@@ -41,7 +41,7 @@ CASES: dict[str, list[tuple[str, str, dict[str, Any]]]] = {
         ("loop, bf16 autocast", "loop", {}),
         ("train --plan auto", "train", {}),
         ("train --plan auto --compile on", "train", {"mode": "on"}),
-        ("train --compile on --no-deterministic", "train", {"mode": "on", "is_deterministic": False}),
+        ("train --compile on --deterministic", "train", {"mode": "on", "more": ["--deterministic"]}),
         ("Trainer, plan auto", "trainer", {}),
         ("Trainer, plan auto, compile=True", "trainer", {"compile": True}),
     ],
@@ -96,7 +96,10 @@ def main() -> None:
         for _ in range(options.rounds):
             for title, method, settings in contenders:
                 setup = {"case": case, "method": method, "steps": options.steps, "settings": settings}
-                turns[title].append(run_one(setup, options.timeout))
+                turn = run_one(setup, options.timeout)
+                turns[title].append(turn)
+                done = f"{turn['step_s']:.4f} s, start {turn.get('phases')}" if "step_s" in turn else said(turn)
+                print(f"{case}, {title}, {turn['wall_s']:.0f} s: {done}", file=sys.stderr, flush=True)
         print_case(case, turns)
         results[case] = turns
         if options.out:
@@ -119,13 +122,18 @@ def run_one(setup: dict[str, Any], timeout_s: int) -> dict[str, Any]:
             _, err = process.communicate(timeout=10)
         except subprocess.TimeoutExpired:  # a process that pins memory, or waits for the GPU, ends late
             os.killpg(process.pid, signal.SIGKILL)
-            return {"failed": f"no result in {timeout_s} s, and no end after a signal", "tail": ""}
-        return {"failed": f"no result in {timeout_s} s", "tail": err[-20000:]}
+            err = "no end after a signal"
+        return {"failed": f"no result in {timeout_s} s", "tail": err[-20000:], "wall_s": time.perf_counter() - started}
     for row in out.splitlines():
         if row.startswith("RESULT "):
             return {**json.loads(row.removeprefix("RESULT ")), "wall_s": time.perf_counter() - started}
     reason = (err.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
-    return {"failed": reason[:400], "tail": err[-20000:]}
+    return {"failed": reason[:400], "tail": err[-20000:], "wall_s": time.perf_counter() - started}
+
+
+def said(turn: dict[str, Any]) -> str:
+    """Returns why a contender failed, with the last that it said."""
+    return f"{turn['failed']}\n{turn['tail'][-3000:]}"
 
 
 def print_case(case: str, turns: dict[str, list[dict[str, Any]]]) -> None:
@@ -209,7 +217,7 @@ def train_one(case: str, method: str, steps: int, settings: dict[str, Any]) -> d
 
 
 def train_by_command(
-    case: str, batch: int, steps: int, *, mode: str = "auto", is_deterministic: bool = True
+    case: str, batch: int, steps: int, *, mode: str = "auto", more: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Runs `pipedejavu train`; its metrics say when each update was made."""
     with tempfile.TemporaryDirectory() as folder:
@@ -217,8 +225,8 @@ def train_by_command(
         total = WARM_UP + 50 * steps  # so many repay compiling
         command = [sys.executable, "-m", "pipedejavu", "train", f"zoo:{case}", "--plan", "auto", "--json"]
         command += ["--compile", mode, "--batch", str(batch), "--steps", str(total), "--clip-norm", "1"]
-        command += ["--checkpoint-every", "0", "--deterministic" if is_deterministic else "--no-deterministic"]
-        done = subprocess.run([*command, "--run-dir", str(run)], capture_output=True, text=True, check=False)
+        command += ["--checkpoint-every", "0", *more, "--run-dir", str(run)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"exit {done.returncode}: {done.stderr[-3000:]}")
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

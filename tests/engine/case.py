@@ -165,12 +165,17 @@ def moe(count: int, dropout: float = 0.2, experts: int = 4) -> Units:
     return [("u0", Embedding(dropout)), *blocks, (f"u{count - 1}", nn.Linear(4, 7))]
 
 
+def calm_moe(count: int) -> Units:
+    return moe(count, dropout=0.0)
+
+
 MODELS: dict[str, tuple[Callable[[int], Units], Callable[[list[int], torch.Generator], Samples]]] = {
     "mlp": (mlp, mlp_samples),
     "convnet": (convnet, convnet_samples),
     "gpt": (gpt, gpt_samples),
     "calm-gpt": (calm_gpt, gpt_samples),
     "moe": (moe, gpt_samples),
+    "calm-moe": (calm_moe, gpt_samples),
 }
 
 TIME = UnitTime(

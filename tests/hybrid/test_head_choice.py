@@ -155,6 +155,20 @@ def test_evaluation_runs_the_plain_head(chunks: list[int]) -> None:
     optimizer.close()
 
 
+def test_a_recording_computes_no_logits_and_sees_the_backward_begin(chunks: list[int]) -> None:
+    model = built()
+    optimizer = hybrid(model, head_chunks=4)
+    train(optimizer, model)
+    del chunks[:]
+    recorder = optimizer.record()
+    train(optimizer, model)
+    spans = recorder.finish()
+    last = optimizer.scheduler.unit_states[-1].index
+    assert chunks == [4, 4, 4]
+    assert [action for _, action, *_ in spans].count(f"B{last}") == 3
+    optimizer.close()
+
+
 def test_logits_read_after_the_step_are_refused() -> None:
     model, tokens = built(), batches(1)[0]
     optimizer = hybrid(model, head_chunks=4)

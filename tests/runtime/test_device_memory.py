@@ -68,3 +68,10 @@ def test_a_cpu_has_a_limit_and_no_allocator() -> None:
     assert (memory.allocated_bytes(), memory.reserved_bytes(), memory.peak_bytes()) == (0, 0, 0)
     memory.cap(1)()
     memory.release()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_a_gpu_without_a_number_is_the_present_one() -> None:
+    assert DeviceMemory(torch.device("cuda")).limit_bytes() > 0
+    assert DeviceMemory(torch.device("cuda")).device.index == torch.cuda.current_device()

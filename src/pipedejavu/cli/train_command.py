@@ -41,11 +41,15 @@ MOVED = 74
 def read_options(request: TrainRequest) -> "TrainOptions":
     """Returns the run's options from the fields of a request; raises InputError with all faults."""
     require_torch("training")
+    import torch
+
     from pipedejavu.run.options import MOST_STEPS, TrainOptions, default_rate
 
     form = {name: getattr(request, name) for name in TrainOptions.model_fields if hasattr(request, name)}
     form |= {"keeps_log": request.audit, "log": request.log or [], "replan": request.is_replanned}
     form["model"] = read_model(request.model)
+    if request.deterministic is None:
+        form["deterministic"] = request.devices == "cpu" or not torch.cuda.is_available()
     if request.lr is None:
         form["lr"] = default_rate(is_pretrained=request.weights is not None, has_adapters=request.lora is not None)
     if request.epochs is not None:

@@ -128,12 +128,12 @@ class TrainRequest:
         bool, typer.Option(help="Compare the model with the units that it is cut into before the first update.")
     ] = True
     deterministic: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            help="Use deterministic algorithms, so that a repeated or resumed run has the same bits; without them some"
-            " kernels of GPUs are faster."
+            help="Use deterministic algorithms, so that a repeated or resumed run has the same bits; default on CPUs."
+            " On a GPU they make attention slower."
         ),
-    ] = True
+    ] = None
     on_nan: Annotated[str, typer.Option(help="stop at, or skip, an update whose gradients are not finite.")] = "stop"
     max_consecutive_skips: Annotated[
         int, typer.Option(help="Consecutive updates that --on-nan skip may skip before the run stops.")

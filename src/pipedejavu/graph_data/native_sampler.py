@@ -1,4 +1,4 @@
-"""The compiled half of the sampler, if it was built: the functions of `sampler.c`, called from several threads.
+"""The compiled half of the sampler, if it was built: the functions of `sampler.c`, which have threads of their own.
 
 The library is built when the package is installed, if there is a C compiler.
 """
@@ -10,10 +10,10 @@ from pathlib import Path
 LIBRARY = Path(__file__).with_name("_sampler.so")
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _FUNCTIONS = {
-    "pdv_sample_1": ([_POINTER, _POINTER, _POINTER, _INT, _INT, ctypes.c_uint64, _POINTER, _POINTER], None),
+    "pdv_sample_2": ([_POINTER, _POINTER, _POINTER, _INT, ctypes.c_uint64, _POINTER, _POINTER, _INT], None),
     "pdv_relabel_1": ([_POINTER, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER], _INT),
-    "pdv_gather_1": ([_POINTER, _INT, _POINTER, _INT, _INT, _POINTER], None),
-    "pdv_aggregate_1": ([_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER], None),
+    "pdv_gather_2": ([_POINTER, _INT, _POINTER, _INT, _POINTER, _INT], None),
+    "pdv_aggregate_2": ([_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _INT], None),
 }
 """Argument and result types; a name changes with its arguments."""
 

@@ -8,8 +8,7 @@ trains on the same neighbourhoods as the whole batch, and a replay samples them 
 """
 
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,8 +20,6 @@ from pipedejavu.graph_data.native_sampler import LIBRARY, sampler_library
 
 ALL = -1
 """The fan-out that takes every neighbour."""
-_MIN_ROWS = 512
-"""Rows from which on a call is divided between threads."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -72,7 +69,6 @@ class NeighbourSampler:
         self._slots: list[NDArray[np.int32]] = []
         """Free tables of `pdv_relabel_1`: each call takes one and gives it back."""
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
 
     @property
     def is_native(self) -> bool:
@@ -90,12 +86,11 @@ class NeighbourSampler:
             key = _mix(_mix(_mix(self._seed) + np.uint64(step % (1 << 64))) + np.uint64(hop))
         if self._library is None:
             return Rows(indptr, _sample(self.graph, nodes, degrees, indptr, key))
-        found, sample = np.empty(indptr[-1], np.int64), self._library.pdv_sample_1
-        start = (self.graph.indptr.ctypes.data, self.graph.indices.ctypes.data, nodes.ctypes.data)
-        self._divide(
-            len(nodes),
-            lambda first, last: sample(*start, first, last, int(key), indptr.ctypes.data, found.ctypes.data),
-        )
+        found = np.empty(indptr[-1], np.int64)
+        self._library.pdv_sample_2(
+            self.graph.indptr.ctypes.data, self.graph.indices.ctypes.data, nodes.ctypes.data, len(nodes), int(key),
+            indptr.ctypes.data, found.ctypes.data, self.num_threads,
+        )  # fmt: skip
         return Rows(indptr, found)
 
     def block(self, targets: Ints, rows: Rows) -> Block:
@@ -121,9 +116,10 @@ class NeighbourSampler:
         if self._library is None:
             np.take(features, nodes, axis=0, out=out)
             return
-        nodes, call = np.ascontiguousarray(nodes, np.int64), self._library.pdv_gather_1
-        start = (features.ctypes.data, features.shape[1], nodes.ctypes.data)
-        self._divide(len(nodes), lambda first, last: call(*start, first, last, out.ctypes.data))
+        nodes = np.ascontiguousarray(nodes, np.int64)
+        self._library.pdv_gather_2(
+            features.ctypes.data, features.shape[1], nodes.ctypes.data, len(nodes), out.ctypes.data, self.num_threads
+        )
 
     def aggregate(self, rows: Rows, weights: NDArray[Any] | None, out: NDArray[Any]) -> None:
         """Writes the mean features of each row's neighbours or, with weights, their weighted sum.
@@ -136,22 +132,10 @@ class NeighbourSampler:
             return
         weights = None if weights is None else np.ascontiguousarray(weights, np.float32)
         address = None if weights is None else weights.ctypes.data
-        start = (features.ctypes.data, features.shape[1], rows.found.ctypes.data, rows.indptr.ctypes.data, address)
-        call = self._library.pdv_aggregate_1
-        self._divide(len(rows.indptr) - 1, lambda first, last: call(*start, first, last, out.ctypes.data))
-
-    def _divide(self, count: int, call: Callable[[int, int], object]) -> None:
-        """Calls a function of the library on rows first..last, divided between threads if there are many."""
-        parts = min(4 * self.num_threads, count // _MIN_ROWS) if self.num_threads > 1 else 1
-        if parts <= 1:
-            call(0, count)
-            return
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self.num_threads, "sampler")
-        bounds = [count * n // parts for n in range(parts + 1)]
-        for _ in self._pool.map(call, bounds[:-1], bounds[1:]):
-            pass
+        self._library.pdv_aggregate_2(
+            features.ctypes.data, features.shape[1], rows.found.ctypes.data, rows.indptr.ctypes.data, address,
+            len(rows.indptr) - 1, out.ctypes.data, self.num_threads,
+        )  # fmt: skip
 
 
 def _mix(x: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from pipedejavu.runtime.deferred_logits import DeferredLogits
 from pipedejavu.runtime.lane_event import ClockOrigin
 
 _ACTIONS = {
@@ -64,10 +65,15 @@ class Recorder:
     def watch(self, module: nn.Module, unit: int) -> None:
         """Notes when the backward of the last unit begins; other units begin when the backward of the next one ends."""
 
+        def turn(_: Tensor) -> None:
+            self.note("turned", unit)
+
         def watch(_module: nn.Module, _inputs: object, output: object) -> None:
             for value in tree_leaves(output):
-                if isinstance(value, Tensor) and value.requires_grad:
-                    value.register_hook(lambda _: self.note("turned", unit))  # type: ignore[no-untyped-call]
+                if isinstance(value, DeferredLogits):  # a hook of theirs would compute them
+                    value.origin.on_backward.append(turn)
+                elif isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(turn)  # type: ignore[no-untyped-call]
 
         hook = module.register_forward_hook(torch._dynamo.disable(watch), prepend=True)  # type: ignore[no-untyped-call]
         self.undo.append(hook.remove)

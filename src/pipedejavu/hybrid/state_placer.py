@@ -128,6 +128,7 @@ class StatePlacer:
                 self._settle(unit_state, place, has_shadow, progress)
                 if not has_sent:
                     gradients.send(unit_state)
+            bucket.wait()  # the plan has room for less than the first backward pass has left
             if self.options.assignment is None:
                 self.staging = WeightStaging(unit_states, self.lanes, progress)
         end_warming()

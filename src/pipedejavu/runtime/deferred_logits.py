@@ -78,6 +78,14 @@ class Origin:
         self.use, self.version = use, use.version
         self.inputs = [tensor for tensor in inputs if tensor is not None]
         self.versions = [*map(_version, self.inputs)]
+        self.on_backward: list[Callable[[Tensor], None]] = []
+        """Called as the backward pass comes to the logits, or to the loss that stands for them."""
+
+    def watched(self, tensor: Tensor) -> Tensor:
+        """Returns logits that were computed, or their loss, with the calls of `on_backward`."""
+        for call in self.on_backward if tensor.requires_grad else ():
+            tensor.register_hook(call)  # type: ignore[no-untyped-call]
+        return tensor
 
     def check(self) -> None:
         """Raises RuntimeError if the head's weights or input have changed since it ran."""
@@ -120,7 +128,7 @@ class DeferredLogits(Tensor):
             source, parent = self.source, self._parent
             if parent is None:
                 self.origin.check()
-                self._plain = source.compute(source.hidden, source.weight, source.bias)
+                self._plain = self.origin.watched(source.compute(source.hidden, source.weight, source.bias))
             elif self._is_alias or not parent.is_changed:
                 self._plain = self._operation(parent.compute())
             else:  # the parent has changed in place since
@@ -173,6 +181,7 @@ class DeferredLogits(Tensor):
             pointwise=source.pointwise,
             is_early=use.is_early,
         )
+        self.origin.watched(each)
         return each.view(targets.shape) if settings.reduction == "none" else each
 
     @classmethod

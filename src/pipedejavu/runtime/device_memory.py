@@ -26,8 +26,10 @@ class DeviceMemory:
     """The memory of one device, of which this process may take a part."""
 
     def __init__(self, device: torch.device):
-        self.device = device
         self.is_gpu = device.type == "cuda"
+        if self.is_gpu and device.index is None:  # torch's limits are asked for by index
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
 
     def allocated_bytes(self) -> int:
         """Returns the bytes of all tensors."""
