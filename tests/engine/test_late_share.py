@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from pipedejavu.analysis import verify
-from pipedejavu.engine import AdamW, Applied, Read, Sgd, applier, audit, run_threads
+from pipedejavu.engine import AdamW, Applied, Byzantine, Read, Sgd, applier, audit, run_threads
 from pipedejavu.engine.engine_state import put_all, take_all
 from pipedejavu.engine.threads import Threads
 from pipedejavu.facts import FaultsError, InputError
-from pipedejavu.plan import Feed, Keep, Place, Precision, Reduce, Version
+from pipedejavu.plan import Feed, Keep, Order, Place, Precision, Reduce, Version
 from pipedejavu.program import ActionKind
 from pipedejavu.simulate import simulate
 from tests.engine.case import sum_of_losses, torch_optimizer
@@ -92,6 +92,31 @@ def test_a_late_share_equals_the_plain_loop_and_its_replay(make, model, version,
     assert case.audit() <= case.tolerance
     synchronous = case.trained_plainly()
     assert max(float((w - synchronous[n]).abs().max()) for n, w in expected.items()) > 1e-6  # the delay matters
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("hyscale", {"workers": 2, "version": COMPENSATED}),
+        ("late-share", {"workers": 2, "order": Order(kind="gpipe", recompute=1.0)}),
+        ("late-share", {"place": Place(replicas=2, cpu_replicas=2), "version": COMPENSATED,
+                        "feed": Feed(kind="share", microbatches=5, shares=(0.2, 0.4, 0.2, 0.2))}),
+        ("late-share", {"workers": 1, "feed": FEED, "clip": "delayed", "clip_norm": 0.05}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_late_shares_of_other_plans_equal_their_replay(make, name, more):
+    case = make(name, steps=4, rounds=2, **{"version": LATE} | more)
+    verify(case.program)
+    assert any(case.program.delays)
+    assert case.audit() <= case.tolerance
+
+
+def test_faults_are_not_injected_into_shares_that_are_compensated(make):
+    case = late(make, version=COMPENSATED, extra={"byzantine": Byzantine.parse("1:sign-flip")})
+    with pytest.raises(InputError, match="compensates late shares, and the replay of a fault does not"):
+        case.outcome.weights  # noqa: B018
+    assert late(make, extra={"byzantine": Byzantine.parse("1:sign-flip")}).audit() < 1e-12
 
 
 def test_replicas_end_with_equal_bits(make):
@@ -219,9 +244,9 @@ def test_a_late_forward_that_reads_other_weights_is_refused(make):
         ({"place": Place(workers=2)}, "gives older weights to CPU replicas, and the plan has none"),
         ({"reduce": Reduce(wire="summation-service"), "place": Place(workers=2, cpu_replicas=1, servers=1)},
          "wire 'summation-service', gate 'barrier' and combiner 'sum' do not"),
-        ({"keep": Keep(kind="split")}, "keep is 'split' with 2 workers per pipeline"),
+        ({"keep": Keep(kind="split")}, "which keep 'split' or place.stage_replicas would divide"),
         ({"precision": Precision(compute="fp16", masters="fp32"),
-          "reduce": Reduce(wire="all-reduce", clip="global")}, "no common loss scale of fp16"),
+          "reduce": Reduce(wire="all-reduce", clip="global")}, "no common loss scale for fp16"),
         ({"version": Version(kind="late", correction="discrepancy")}, "both read the same"),
         ({"version": Version(kind="late", delay=2, correction="delay-compensation")}, "with a delay of 2"),
         ({"version": Version(kind="late", rate_updates=3)}, "use order '1f1b-async'"),

@@ -291,7 +291,7 @@ def _held_at_end(program: Program, table: Table, index: int, there: set[Value]) 
 def _last_weight_reads(program: Program, table: Table, index: int) -> dict[Value, int]:
     """Returns the positions of the last readers of weights that a newer version may not overwrite at once."""
     plan, actions = program.plan, program.workers[index].actions
-    if table.compares_shares:
+    if plan.compensates_shares:
         reads = ((k, value) for k, a in enumerate(actions) if a.kind == REDUCE for value in table(a, index)[0])
         return {value: k for k, value in reads if value.kind == WEIGHTS}
     if not plan.is_flush_free:

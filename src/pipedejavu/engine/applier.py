@@ -166,7 +166,7 @@ class Applier:
 
     def compensate_share(self, a: Action) -> None:
         """Before a REDUCE, compensates a late replica's share of a gradient, as the mean of the share's samples."""
-        delay = self.program.delay_of(a.replica) if self.correction.compensates_shares else 0
+        delay = self.program.delay_of(a.replica) if self.plan.compensates_shares else 0
         if not delay or not a.version:
             return
         share, newest = value_of(a), Value.weights(a.piece, a.replica, a.version)

@@ -23,11 +23,8 @@ class Correction:
         self.program, self.plan, self.job = program, program.plan, job
         self.predicts = version.correction == "weight-prediction"
         self.rebinds = version.correction == "discrepancy"
-        compensates = version.correction == "delay-compensation"
-        self.compensates = compensates and version.kind != "late"
+        self.compensates = version.correction == "delay-compensation" and version.kind != "late"
         """Whether updates compensate the gradients of all replicas."""
-        self.compensates_shares = compensates and version.kind == "late"
-        """Whether late replicas compensate their share of a gradient before it is summed."""
         self._compared = compared_versions(program)
 
     def decay(self, piece: int) -> float | None:

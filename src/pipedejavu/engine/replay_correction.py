@@ -37,7 +37,7 @@ class ReplayCorrection:
         """Returns what a forward computes with, given the version that it read."""
         self.versions[event.piece, event.microbatch] = event.version
         self.replicas[event.piece, event.microbatch] = event.replica
-        if self.correction.compensates_shares:
+        if self.program.plan.compensates_shares:
             self.weights[event.piece, event.microbatch] = weights
         if not self.correction.predicts:
             return weights
@@ -74,7 +74,7 @@ class ReplayCorrection:
 
     def summed(self, microbatches: Sequence[int], piece: int, name: str, parts: Sequence[Tensor]) -> Tensor:
         """Returns the sum of a parameter's gradients over microbatches; each late share is compensated as a whole."""
-        if not self.correction.compensates_shares:
+        if not self.program.plan.compensates_shares:
             return torch.stack([*parts]).sum(0)
         versions = [self.versions[piece, i] for i in microbatches]
         newest = self.weights[piece, microbatches[versions.index(max(versions))]]

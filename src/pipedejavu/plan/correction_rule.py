@@ -67,17 +67,13 @@ CORRECTION_RULES = (
         "use correction 'weight-prediction', 'delay-compensation' or 'none'",
     ),
     Rule(
-        lambda plan, profile: (
-            plan.version.kind == "late" and plan.version.correction == "delay-compensation" and bool(profile.ties)
-        ),
+        lambda plan, profile: plan.compensates_shares and bool(profile.ties),
         "correction 'delay-compensation' squares the gradient of a weight, and units that share it have only parts of"
         " that",
         "untie the weights, or use correction 'weight-prediction' or 'none'",
     ),
     Rule(
-        lambda plan, _: (
-            plan.version.kind == "late" and plan.version.correction == "delay-compensation" and plan.version.delay > 1
-        ),
+        lambda plan, _: plan.compensates_shares and plan.version.delay > 1,
         "correction 'delay-compensation' needs the newest weights, which a CPU replica with a delay of {delay} makes"
         " only after later shares, so all others would wait for those",
         "set version.delay to 1, or use correction 'weight-prediction' or 'none'",

@@ -25,14 +25,14 @@ LATE_RULES = (
     ),
     Rule(
         lambda plan, _: _is_late(plan) and (plan.keep.kind != "replicated" or plan.place.stage_replicas is not None),
-        "a late CPU replica makes each update itself, of a whole model, and keep is '{keep}' with {slots} workers per"
-        " pipeline",
+        "under version 'late' every replica makes all updates itself, which keep '{keep}' or place.stage_replicas would"
+        " divide",
         "set keep.kind to 'replicated' and leave place.stage_replicas out, or use version 'sync'",
     ),
     Rule(
         lambda plan, _: _is_late(plan) and (plan.precision.compute == "fp16" or plan.reduce.has_buffer_broadcast),
-        "version 'late' begins a share before the update before it is made, so its replicas have no common loss scale"
-        " of fp16 and no common moment to broadcast running statistics",
+        "under version 'late' a share begins before the previous update is made, so replicas have no common loss scale"
+        " for fp16 and no common moment to broadcast running statistics",
         "set precision.compute to 'bf16' or 'fp32' and switch reduce.has_buffer_broadcast off, or use version 'sync'",
     ),
 )

@@ -89,8 +89,7 @@ class Table:
         self.num_replicas = program.num_replicas
         self.program = program
         self.compared = compared_versions(program)
-        self.compares_shares = plan.version.kind == "late" and plan.version.correction == "delay-compensation"
-        """Whether a late share is compensated before it is summed."""
+        self.compensates_shares = plan.compensates_shares
         self.rests = [rest_of(program, piece) for piece in pieces]
         self.update_places = [update_place(program, piece) for piece in pieces]
         self.rows: dict[ActionKind, Callable[[Action, int], Effects]] = {
@@ -185,7 +184,7 @@ class Table:
 
     def _compared_weights(self, a: Action) -> tuple[Value, ...]:
         """Returns the newest weights, and older ones that a gradient is of, if its sum compares them."""
-        delay = self.program.delay_of(a.replica) if self.compares_shares and a.what == WEIGHT_GRADIENT else 0
+        delay = self.program.delay_of(a.replica) if self.compensates_shares and a.what == WEIGHT_GRADIENT else 0
         newest = Value.weights(a.piece, a.replica, a.version)
         return (newest, newest.at(max(0, a.version - delay))) if delay and a.version else ()
 

@@ -13,7 +13,6 @@ from pipedejavu.program.action import (
     SEND,
     UPDATE,
     Action,
-    UpdatePlace,
     Via,
 )
 from pipedejavu.program.effect import Table
@@ -176,18 +175,21 @@ def add_version_drops(program: Program) -> Program:
     A version that a REDUCE reads last is dropped before the next update, which needs what the REDUCE makes: a DROP
     right after it would keep forwards waiting for other workers.
     """
-    table = Table(program)
-    if program.plan.version.kind not in ("stash", "vertical", "double-buffer") and not table.compares_shares:
+    plan = program.plan
+    if plan.version.kind not in ("stash", "vertical", "double-buffer") and not plan.compensates_shares:
         return program
+    table = Table(program)
     before: list[dict[int, list[Action]]] = []
     after: list[dict[int, list[Action]]] = []
     for index, worker in enumerate(program.workers):
         last: dict[Value, int] = {}
         newest: dict[tuple[int, int], int] = {}
+        updates: dict[Value, int] = {}
         for position, a in enumerate(worker.actions):
             last |= {v: position for v in table(a, index)[0] if v.kind == WEIGHTS}
             if a.kind == UPDATE:
                 newest[a.piece, a.replica] = a.version
+                updates[Value.weights(a.piece, a.replica, a.version)] = position
         drops: dict[int, list[Action]] = {}
         early: dict[int, list[Action]] = {}
         for weights, position in last.items():
@@ -196,8 +198,7 @@ def add_version_drops(program: Program) -> Program:
             if is_reused or weights.number >= newest.get((weights.piece, weights.replica), 0):
                 continue
             if reader.kind == REDUCE:
-                following = reader._replace(kind=UPDATE, version=reader.version + 1, what=None, via=UpdatePlace.DEVICE)
-                early.setdefault(worker.actions.index(following), []).append(Action.on(DROP, weights))
+                early.setdefault(updates[weights.at(reader.version + 1)], []).append(Action.on(DROP, weights))
             else:
                 drops.setdefault(position, []).append(Action.on(DROP, weights))
         before.append(early)

@@ -86,7 +86,7 @@ class _UpdatePass:
 
     def _waits_for_newest(self, update: int) -> bool:
         """Whether a gradient is reduced only once the newest weights are known, with which it is compensated."""
-        return self.delay > 0 and update > 0 and self.plan.version.correction == "delay-compensation"
+        return self.delay > 0 and update > 0 and self.plan.compensates_shares
 
     def _updates_at(self, update: int, position: int) -> bool:
         if self.plan.is_flush_free and self.plan.reduce.clip == "none":  # a norm is that of all pieces of the worker
