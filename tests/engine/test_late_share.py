@@ -9,8 +9,8 @@ from pipedejavu.analysis import verify
 from pipedejavu.engine import AdamW, Applied, Byzantine, Read, Sgd, applier, audit, run_threads
 from pipedejavu.engine.engine_state import put_all, take_all
 from pipedejavu.engine.threads import Threads
-from pipedejavu.facts import FaultsError, InputError
-from pipedejavu.plan import Feed, Keep, Order, Place, Precision, Reduce, Version
+from pipedejavu.facts import InputError
+from pipedejavu.plan import Feed, Order, Place, Version
 from pipedejavu.program import ActionKind
 from pipedejavu.simulate import simulate
 from tests.engine.case import sum_of_losses, torch_optimizer
@@ -233,31 +233,3 @@ def test_a_late_forward_that_reads_other_weights_is_refused(make):
     events[at] = events[at]._replace(version=events[at].version + 1)
     with pytest.raises(InputError, match="read version 2 where the plan promises 1 to 1"):
         case.audit()
-
-
-# Rules.
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"place": Place(workers=2)}, "gives older weights to CPU replicas, and the plan has none"),
-        ({"reduce": Reduce(wire="summation-service"), "place": Place(workers=2, cpu_replicas=1, servers=1)},
-         "wire 'summation-service', gate 'barrier' and combiner 'sum' do not"),
-        ({"keep": Keep(kind="split")}, "which keep 'split' or place.stage_replicas would divide"),
-        ({"precision": Precision(compute="fp16", masters="fp32"),
-          "reduce": Reduce(wire="all-reduce", clip="global")}, "no common loss scale for fp16"),
-        ({"version": Version(kind="late", correction="discrepancy")}, "both read the same"),
-        ({"version": Version(kind="late", delay=2, correction="delay-compensation")}, "with a delay of 2"),
-        ({"version": Version(kind="late", rate_updates=3)}, "use order '1f1b-async'"),
-    ],
-)  # fmt: skip
-def test_a_plan_without_late_shares_is_refused(make, changes, text):
-    with pytest.raises(FaultsError) as refused:
-        late(make, workers=2, **{"version": LATE} | changes).program.to_text()
-    assert text in str(refused.value)
-
-
-def test_tied_weights_are_not_compensated(make):
-    with pytest.raises(FaultsError, match="squares the gradient of a weight"):
-        late(make, "gpt", COMPENSATED).program.to_text()
