@@ -204,7 +204,7 @@ class Sizes:
         key = (value[0], value[1], value[4], samples)
         if key not in self._cache:
             self._cache[key] = self._of(*key)
-        if value[0] == SAVED and value[3] % self.program.update_size < self.first_late:
+        if self.first_late and value[0] == SAVED and value[3] % self.program.update_size < self.first_late:
             return self._cache[key] - self.predicted[value[1]]
         return self._cache[key]
 

@@ -184,9 +184,10 @@ class Table:
 
     def _compared_weights(self, a: Action) -> tuple[Value, ...]:
         """Returns the newest weights, and older ones that a gradient is of, if its sum compares them."""
-        delay = self.program.delay_of(a.replica) if self.compensates_shares and a.what == WEIGHT_GRADIENT else 0
-        newest = Value.weights(a.piece, a.replica, a.version)
-        return (newest, newest.at(max(0, a.version - delay))) if delay and a.version else ()
+        if not self.compensates_shares or a.what != WEIGHT_GRADIENT or not a.version:
+            return ()
+        delay, newest = self.program.delay_of(a.replica), Value.weights(a.piece, a.replica, a.version)
+        return (newest, newest.at(max(0, a.version - delay))) if delay else ()
 
     def _gather(self, a: Action, _worker: int) -> Effects:
         return (value_of(a, SHARD if a.what == WEIGHTS else DEVICE),), (value_of(a),), ()
