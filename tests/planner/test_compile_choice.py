@@ -208,6 +208,30 @@ def test_compiled_units_are_timed_compiled_with_the_loss_of_the_last(monkeypatch
     assert all(unit.times["cpu"].backward.at(4) > 0 for unit in compiled.units)
 
 
+class Waves(nn.Module):
+    """Operations of which autograd keeps each input, and a compiler the first."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos().sin().cos()
+
+
+def test_the_bytes_of_compiled_units_are_those_that_they_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    partition = "aot_eager_decomp_partition"  # saves what inductor saves, without its compiler
+    monkeypatch.setattr(torch, "compile", lambda call, **_: real(call, fullgraph=True, backend=partition))
+    units = [("u0", nn.Linear(3, 3)), ("u1", Waves()), ("u2", nn.Linear(3, 3))]
+    job = Job(units=units, loss=lambda x, y: (x - y).square().sum(), optimizer=Sgd(lr=0.1))
+    kinds, plan = {"cpu": torch.device("cpu")}, preset("ddp").at(samples=4)
+    eager, compiled = (
+        measure("m", job, plan, lambda n: (torch.randn(n, 3), torch.randn(n, 3)), len, kinds, is_compiled=is_compiled)
+        for is_compiled in (False, True)
+    )
+    assert [unit.activation_bytes for unit in eager.units[:2]] == [12, 4 * 12]
+    assert [unit.activation_bytes for unit in compiled.units[:2]] == [12, 12]
+    merged = with_times(eager, compiled, 4).units[1]
+    assert (merged.activation_bytes, merged.activation_parts) == (12, (12,))
+
+
 def test_kinds_that_were_not_measured_compiled_keep_their_times() -> None:
     known, compiled = profile([1.0], {"fast": 1.0, "slow": 0.5}), profile([0.5], {"fast": 1.0})
     times = with_times(known, compiled, 1).units[0].times

@@ -27,6 +27,8 @@ ASSUMED_STEPS = {"cpu": 200, "gpu": 1000}
 """Steps of a loop that does not say how many it makes. On a CPU even measuring compiled units takes minutes."""
 
 
+_SAVES = ("activation_bytes", "activation_parts", "shared_bytes")
+"""Fields of a unit: what it saves for its backward, which a compiler fuses."""
 _FORECAST_STEPS = 4
 """Most updates of a program that are simulated to compare eager with compiled units."""
 
@@ -83,15 +85,16 @@ def settle_compile(
 
 
 def with_times(eager: Profile, compiled: Profile, samples: int) -> Profile:
-    """Returns a profile with the times of compiled units, which were measured at one microbatch size.
+    """Returns a profile with the times and saved bytes of compiled units, which were measured at one microbatch size.
 
-    Units and kinds of devices that were not measured compiled keep their times.
+    Units and kinds of devices that were not measured compiled keep theirs.
     """
     units = []
     for unit, other in zip(eager.units, compiled.units, strict=True):
         known = {kind: time for kind, time in other.times.items() if not time.is_estimated and kind in unit.times}
         times = {kind: _scaled(unit.times[kind], time, samples) for kind, time in known.items()}
-        units.append(unit.replace(times={**unit.times, **times}))
+        saves = {name: getattr(other, name) for name in _SAVES} if known else {}
+        units.append(unit.replace(times={**unit.times, **times}, **saves))
     return eager.replace(units=tuple(units))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipedejavu.profile.operator_count import UnitWork
+from pipedejavu.profile.operator_count import UnitWork, with_compiled_saves
 from pipedejavu.profile.stopwatch import Stopwatch
 from pipedejavu.profile.unit_step import PARTS, LossHead, detached, run_several, run_step
 from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
@@ -103,6 +103,8 @@ class MeasuredUnit:
             start = time.perf_counter()
             run_step(module, self.value, head, self.is_first, Stopwatch(device))
             issue_s = time.perf_counter() - start
+        if self.compiler is not None and not before:
+            self.counted = with_compiled_saves(self.counted, module, self.value, self.is_first)
         for _ in _repeats(enough_s, fewest):
             _occupy(device, issue_s)
             watch = Stopwatch(device)

@@ -1,11 +1,13 @@
 """Counts the work of a unit's step: FLOP, bytes read and written, bytes saved for backward, temporary bytes."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from pipedejavu.facts import InputError
 from pipedejavu.profile.expert_rows import ExpertRows, counted_rows
@@ -82,6 +84,42 @@ def count_step(module: nn.Module, value: Any, head: LossHead | None, is_first: b
         backward_work_bytes=_most(meter.changes.get("backward", [])),
         output=detached(output),
         expert_rows=tuple(rows.values()),
+    )
+
+
+class _SavedMeter:
+    """Keeps what autograd saves in the forward of a unit that runs without a meter of its operations."""
+
+    def __init__(self) -> None:
+        self.saved: list[Tensor] = []
+
+    def part(self, name: str) -> AbstractContextManager[Any]:
+        """Records the first forward."""
+        if name != "forward":
+            return nullcontext()
+        return torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self.saved.append(tensor)
+        return tensor
+
+
+def with_compiled_saves(counted: UnitWork, module: nn.Module, value: Any, is_first: bool) -> UnitWork:
+    """Returns a unit's work with the bytes that it saves when it is compiled; `module` has compiled its loss too.
+
+    It saves its inputs whenever the eager unit does. Temporary bytes remain those of the eager unit, which are more.
+    """
+    meter = _SavedMeter()
+    output = run_step(module, value, None, is_first, meter)
+    held = {storage_id(t) for t in (*module.parameters(), *module.buffers())}
+    saved = {storage_id(t): t.untyped_storage().nbytes() for t in meter.saved}
+    saved = {where: size for where, size in saved.items() if where not in held}
+    returned = {storage_id(t) for t in tensors_of(output)}
+    return replace(
+        counted,
+        saved=tuple(saved.values()),
+        saved_input_bytes=min(counted.saved_input_bytes, sum(saved.values())),
+        saved_output_bytes=sum(size for where, size in saved.items() if where in returned),
     )
 
 
