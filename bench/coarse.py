@@ -6,11 +6,12 @@ Three models: VGG19 on images of CIFAR-10's shape (batch 128), an MLP on 60,000 
 of ten layers with a context of 1,000, a vocabulary of 10,000, one head and dropout 0.2 (batch 8); Adam(0.001)
 throughout, in float32. Every row is a run of `pipedejavu train` in processes of its own. "coarse" is a replica on the
 GPU and one on the CPU: with shares that are forced, and with the one that the plan chooses from what it measured, which
-may be none; "1f1b" is two stages, GPU then CPU, in four microbatches. Times are medians over the steps of a run.
+may be none; "late" is the same with a late share, whose weights are an update older; "1f1b" is two stages, GPU then
+CPU, in four microbatches. Times are medians over the steps of a run.
 
-Then both plans are audited for each model, with SGD and without dropout, as AdamW turns rounding into whole steps where
-a gradient is nearly zero, and a GPU draws other masks than the replay: the largest difference of a weight from the
-float64 replay must be less than a hundredth of the largest distance that a weight has moved; a lost sample would be
+Then the three plans are audited for each model, with SGD and without dropout, as AdamW turns rounding into whole steps
+where a gradient is nearly zero, and a GPU draws other masks than the replay: the largest difference of a weight from
+the float64 replay must be less than a hundredth of the largest distance that a weight has moved; a lost sample would be
 more. VGG19 is audited in float64: its BatchNorms make so much of rounding that in float32 plain training fails as well.
 With `--slowed N` only VGG19 is run, on a GPU that repeats the work of every unit (slow_gpu.py), so N times as slow:
 `--slowed 3` makes an H200 about five times as fast as 16 cores, the ratio of a GTX 1650, and the CPU's share pays.
@@ -92,19 +93,27 @@ class Row:
 
 def rows(model: Model, devices: str) -> list[Row]:
     alone = ("--plan", "preset:ddp", "--workers", "1")
-    coarse = ("--plan", "preset:coarse", "--workers", "1", "--devices", devices)
+    coarse, late = (("--plan", f"preset:{p}", "--workers", "1", "--devices", devices) for p in ("coarse", "late-share"))
     fast, label = ("gpu", "GPU alone") if devices == "auto" else ("cpu", "stand-in alone")
     on_gpu, on_cpu, both = model.steps
     return [
         Row(label, (*alone, "--devices", fast), 1, on_gpu),
         Row("CPU alone", (*alone, "--devices", "cpu"), 1, on_cpu),
         *(Row(f"coarse, CPU {s:.1%}", (*coarse, "--cpu-share", str(s)), 1, both) for s in model.shares),
-        Row(CHOSEN, coarse, 1, on_gpu),
+        *(Row(f"late, CPU {s:.1%}", (*late, "--cpu-share", str(s)), 1, both) for s in model.shares),
+        Row(CHOSEN[0], coarse, 1, on_gpu),
+        Row(CHOSEN[1], late, 1, on_gpu),
         Row("1f1b GPU→CPU", ("--plan", "preset:1f1b", "--workers", "2", "--devices", devices), PIPELINE, both),
     ]
 
 
-CHOSEN = "coarse, chosen"
+CHOSEN = ("coarse, chosen", "late, chosen")
+
+
+def audited_rows(model: Model, devices: str) -> list[Row]:
+    """Returns the plan with each share that is forced last, and the pipeline."""
+    last = f"{model.shares[-1]:.1%}"
+    return [row for row in rows(model, devices) if row.label.endswith(last) or row.label.startswith("1f1b")]
 
 
 def train(name: str, row: Row, model: Model, data: str, folder: Path, *more: str) -> dict[str, Any]:
@@ -139,14 +148,14 @@ def report(model: Model, rows: list[Row], data: str, folder: Path) -> None:
         parts = " + ".join(str(round(share * model.batch)) for share in shares[-1])
         times = " ".join(f"{1000 * summary[key]:>8.4g} ms" for key in ("predicted_s", "measured_s"))
         print(f"  {row.label:20}{rate:>10.1f} {rate / first:>9.3f} {parts:>12} {times}", flush=True)
-        if row.label == CHOSEN:
+        if row.label in CHOSEN:
             (found,) = (d for d in plan["decisions"] if d["axis"] == "feed")
             print(f"    at first {found['choice']}: {found['reason']}", flush=True)
 
 
 def audit(model: Model, row: Row, data: str, folder: Path) -> str:
     """Trains a few steps and replays them; returns a line that ends with 'right' or 'WRONG'."""
-    place = folder / f"{model.name}-audit-{row.microbatches}"
+    place = folder / f"{model.name}-audit-{row.label.split()[0].strip(',')}"
     short = replace(row, steps=AUDIT_STEPS)
     more = ("--optimizer", "sgd", "--lr", str(AUDIT_LR), "--dtype", model.audit_dtype, "--audit")
     audited = train(model.audited, short, model, data, place, *more)["audit"]
@@ -195,7 +204,7 @@ def main() -> None:
         if "audit" not in words and asked.only:
             return
         print(f"\naudits of {AUDIT_STEPS} steps of SGD: largest difference from the float64 replay", flush=True)
-        asks = [(model, row) for model in models for row in rows(model, asked.devices)[-3::2]]
+        asks = [(model, row) for model in models for row in audited_rows(model, asked.devices)]
         lines = [*pool.map(lambda ask: audit(*ask, ask[0].data.format(name), folder), asks)]
     print(*lines, f"({time.perf_counter() - start:.0f} s)", sep="\n")
     sys.exit(any(line.endswith("WRONG") for line in lines))

@@ -798,6 +798,49 @@ BROKEN: list[tuple[Plan, str, str]] = [
         "untie the weights, or use correction 'weight-prediction' or 'discrepancy' without version.rate_updates",
     ),
     (
+        preset("late-share").plan.replace(version=Version(kind="late", correction="discrepancy")),
+        "correction 'discrepancy' gives a backward newer weights than its forward, and under version 'late' both read"
+        " the same",
+        "use correction 'weight-prediction', 'delay-compensation' or 'none'",
+    ),
+    (
+        preset("late-share").plan.replace(name="tied", version=Version(kind="late", correction="delay-compensation")),
+        "correction 'delay-compensation' squares the gradient of a weight, and units that share it have only parts of"
+        " that",
+        "untie the weights, or use correction 'weight-prediction' or 'none'",
+    ),
+    (
+        preset("late-share").plan.replace(version=Version(kind="late", delay=2, correction="delay-compensation")),
+        "correction 'delay-compensation' needs the newest weights, which a CPU replica with a delay of 2 makes only"
+        " after later shares, so all others would wait for those",
+        "set version.delay to 1, or use correction 'weight-prediction' or 'none'",
+    ),
+    (
+        preset("1f1b").plan.replace(version=Version(kind="late")),
+        "version 'late' gives older weights to CPU replicas, and the plan has none",
+        "set place.cpu_replicas to 1 or more, as preset:late-share does, or version.kind to 'sync'",
+    ),
+    (
+        preset("late-share").plan.replace(reduce=Reduce(wire="reduce-scatter")),
+        "version 'late' adds the shares of all replicas to one sum, in a fixed order; wire 'reduce-scatter', gate"
+        " 'barrier' and combiner 'sum' do not",
+        "set reduce.wire to 'all-reduce', reduce.gate to 'barrier' and reduce.combiner to 'sum'",
+    ),
+    (
+        preset("late-share").plan.replace(keep=Keep(kind="split")),
+        "under version 'late' every replica makes all updates itself, which keep 'split' or place.stage_replicas would"
+        " divide",
+        "set keep.kind to 'replicated' and leave place.stage_replicas out, or use version 'sync'",
+    ),
+    (
+        preset("late-share").plan.replace(
+            precision=Precision(compute="fp16", masters="fp32"), reduce=Reduce(wire="all-reduce", clip="global")
+        ),
+        "under version 'late' a share begins before the previous update is made, so replicas have no common loss scale"
+        " for fp16 and no common moment to broadcast running statistics",
+        "set precision.compute to 'bf16' or 'fp32' and switch reduce.has_buffer_broadcast off, or use version 'sync'",
+    ),
+    (
         preset("stationary-x").plan.replace(name="dense"),
         "layout 'stationary-x' divides the filters and channels of convolutions, and model 'model' has no convolution",
         "use preset:megatron, or a model with convolutions",

@@ -62,12 +62,13 @@ VERSIONED = {
     "easgd": [(2, 3), (3, 3)],
     "easgd-sync": [(2, 3), (3, 3)],
     "hetpipe": [(2, 9), (3, 12)],
+    "late-share": [(2, 5), (3, 2)],
 }
 CARRY = ("easgd", "easgd-sync", "hetpipe")
 """Workers and servers know more of each other than weights and state, and tell it between two rounds."""
 SCORED = {"zeno": [(2, 3), (4, 1)]}
 """Synchronous, but not every gradient counts."""
-SUMS_IN_OTHER_ORDER = ("pipedream-2bw", "hetpipe")
+SUMS_IN_OTHER_ORDER = ("pipedream-2bw", "hetpipe", "late-share")
 
 DIVIDED = ("megatron", "sequence", "vocabulary", "context", "stationary-x", "stationary-y", "stationary-w", "moe")
 """They divide operators, sequences or experts, which the models here do not have: see `test_divided_run`,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from pipedejavu.analysis import verify
 from pipedejavu.facts import Cost
-from pipedejavu.plan import preset
+from pipedejavu.plan import Version, preset
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.simulate import simulate
 from tests.program.test_share import host, model
@@ -39,6 +39,30 @@ def test_the_chosen_split_is_the_best_of_all_that_are_simulated(fast, slow, bend
     total = sizes[0] * sizes[1]
     all_s = [makespan_s(((total - n) / total, n / total)) for n in range(total + 1)]
     assert makespan_s(None) == pytest.approx(min(all_s), rel=1e-9)
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(
+    fast=st.tuples(FIXED, RATES),
+    slow=st.tuples(FIXED, RATES),
+    size=st.sampled_from([10**4, 10**6, 10**7]),
+    update_s=st.sampled_from([0.0, 0.01, 0.1]),
+)
+def test_the_chosen_late_share_makes_the_shortest_updates_of_all(fast, slow, size, update_s) -> None:
+    costs = [Cost(fixed_s=fixed, per_sample_s=rate) for fixed, rate in (fast, slow)]
+    profile, machine = model(*costs, gradient_bytes=size, slow_update_s=update_s), host()
+    plan = preset("coarse").at(workers=1, microbatches=1, samples=12).replace(version=Version(kind="late"))
+
+    def update_s_of(shares: tuple[float, ...] | None) -> float:
+        def makespan_s(steps: int) -> float:
+            more = plan.replace(feed=plan.feed.replace(shares=shares), steps=steps)
+            program = compile_plan(more, profile, machine, fold=False)
+            return simulate(program, verify(program)).makespan_s
+
+        return makespan_s(9) - makespan_s(8)  # the first updates begin with nothing under way
+
+    all_s = [update_s_of(((12 - n) / 12, n / 12)) for n in range(13)]
+    assert update_s_of(None) == pytest.approx(min(all_s), rel=1e-9)
 
 
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 3.0, 10.0, 1000.0])

@@ -83,7 +83,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "fine": {"cut": "chain", "is_line": True, "order": "1f1b", "is_eager": True, "keep": "split"},
 }  # fmt: skip
 
-NOT_IN_THE_TABLE = {"model-parallel", "zero-offload", "spectrain", "pipemare", "dc-asgd"}
+NOT_IN_THE_TABLE = {"model-parallel", "zero-offload", "spectrain", "pipemare", "dc-asgd", "late-share"}
 
 _BY_UNIT = "eager divides a stage into units, and an operator's collective stands beside its unit"
 _ONE_DEVICE = "on one device an order that is not layer-major has one stage; `keep` speaks of its pieces"

@@ -120,7 +120,16 @@ def test_a_batch_smaller_than_the_microbatches_of_several_updates_is_refused() -
 
 @pytest.mark.parametrize(
     "plan",
-    ["pipedream", "pipedream-vertical", "pipedream-2bw", "parameter-server", "easgd", "easgd-sync", "hetpipe"],
+    [
+        "pipedream",
+        "pipedream-vertical",
+        "pipedream-2bw",
+        "parameter-server",
+        "easgd",
+        "easgd-sync",
+        "hetpipe",
+        "late-share",
+    ],
 )
 def test_steps_of_plans_without_a_flush_equal_their_replay(plan) -> None:
     trainer = Trainer(model(), loss, sample=batch(48), plan=plan, workers=2, optimizer=Sgd(lr=0.05, momentum=0.9))

@@ -70,6 +70,8 @@ class Sizes:
             self.weights[piece] if predicts and program.late_by(piece) else 0.0 for piece in range(len(program.pieces))
         ]
         """For each piece, the bytes of extrapolated weights that a microbatch in flight keeps."""
+        self.first_late = next((i for i, delay in enumerate(program.delays) if delay), 0)
+        """The first microbatch of an update that may keep extrapolated weights."""
         self.pending = [self._pending(piece) for piece in range(len(program.pieces))]
         """For each piece, the bytes per sample that it holds between the halves of a backward; None if not known."""
         self.is_detailed = any(u.parameter_parts for u in units)
@@ -205,6 +207,8 @@ class Sizes:
         key = (value[0], value[1], value[4], samples)
         if key not in self._cache:
             self._cache[key] = self._of(*key)
+        if self.first_late and value[0] == SAVED and value[3] % self.program.update_size < self.first_late:
+            return self._cache[key] - self.predicted[value[1]]
         return self._cache[key]
 
     def _of(self, kind: ValueKind, piece: int, place: ValuePlace, samples: int) -> float:

@@ -175,6 +175,7 @@ def promised_versions(program: Program, a: Action) -> tuple[int, int]:
         "local": update,
         "vertical": program.oldest_read(update, last_stage),
         "double-buffer": program.oldest_read(update, 1),
+        "late": max(0, update - program.delay_of(a.replica)),
         "torn": -1,
     }[plan.version.kind]
     return version, version
@@ -268,11 +269,7 @@ def _held_at_end(program: Program, table: Table, index: int, there: set[Value]) 
     """
     plan, held = program.plan, {*program.held(index)}
     actions = program.workers[index].actions
-    last_read: dict[Value, int] = {}
-    if plan.is_flush_free:
-        kinds = _WEIGHT_READERS - {BACKWARD} if plan.version.correction == "weight-prediction" else _WEIGHT_READERS
-        readers = ((k, a) for k, a in enumerate(actions) if a[0] in kinds)
-        last_read = {Value.weights(a.piece, a.replica, a.version): k for k, a in readers}
+    last_read = _last_weight_reads(program, table, index)
     for position, a in enumerate(actions):
         if a.kind in TAKING and (taken := table.taken(a)) is not None:
             there.discard(taken)
@@ -288,6 +285,19 @@ def _held_at_end(program: Program, table: Table, index: int, there: set[Value]) 
                 there.discard(older)
             there.add(value)
     return there
+
+
+def _last_weight_reads(program: Program, table: Table, index: int) -> dict[Value, int]:
+    """Returns the positions of the last readers of weights that a newer version may not overwrite at once."""
+    plan, actions = program.plan, program.workers[index].actions
+    if plan.compensates_shares:
+        reads = ((k, value) for k, a in enumerate(actions) if a.kind == REDUCE for value in table(a, index)[0])
+        return {value: k for k, value in reads if value.kind == WEIGHTS}
+    if not plan.is_flush_free:
+        return {}
+    kinds = _WEIGHT_READERS - {BACKWARD} if plan.version.correction == "weight-prediction" else _WEIGHT_READERS
+    readers = ((k, a) for k, a in enumerate(actions) if a[0] in kinds)
+    return {Value.weights(a.piece, a.replica, a.version): k for k, a in readers}
 
 
 _STATE = frozenset((WEIGHTS, OPTIMIZER_STATE))
@@ -374,6 +384,8 @@ def _most_versions(program: Program, worker: int) -> int:
     pieces = [piece for piece, _ in program.held(worker)]
     # The version that gradients are of stays until the update has compared it with the newest.
     compared = plan.version.correction == "delay-compensation" and any(program.late_by(piece) for piece in pieces)
+    if plan.version.kind == "late":
+        return 1 + compared * max((program.delay_of(replica) for _, replica in program.held(worker)), default=0)
     if plan.keep.versions:
         return plan.keep.versions + compared
     if plan.version.kind == "stash":

@@ -23,6 +23,7 @@ from pipedejavu.engine.score import ScoreTrial, kept, number_of, score
 from pipedejavu.engine.staleness import ReboundWeights, add_to_velocity, compensate, extrapolate
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, Program, UpdatePlace, Value
+from pipedejavu.program.action import value_of
 from pipedejavu.program.value import DEVICE, HOST, SHARD
 
 PieceReplica = tuple[int, int]
@@ -170,6 +171,16 @@ class Applier:
         if decay is not None:
             add_to_velocity(state, base, out, decay)
         return out
+
+    def compensate_share(self, a: Action) -> None:
+        """Before a REDUCE, compensates a late replica's share of a gradient, as the mean of the share's samples."""
+        delay = self.program.delay_of(a.replica) if self.plan.compensates_shares else 0
+        if not delay or not a.version:
+            return
+        share, newest = value_of(a), Value.weights(a.piece, a.replica, a.version)
+        pair = self.values[newest], self.values[newest.at(max(0, a.version - delay))]
+        count = sum(self.batches.count(i) for i in self.program.fed_by(a.replica, self.first_version + a.version))
+        self.values[share] = compensate(self.values[share], *pair, self.plan.version.compensation, 1 / max(count, 1))
 
     def corrected(self, a: Action, weights: Tensors) -> tuple[Tensors, ReboundWeights | None]:
         """Returns the weights that a forward computes with, and a context in which what it saves forgets them."""

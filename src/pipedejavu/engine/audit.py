@@ -92,7 +92,7 @@ class Replay:
         self.read: dict[tuple[int, int], Tensors] = {}
         self.readers: dict[tuple[int, int], int] = {}
         """By (piece, microbatch), the replica that ran it."""
-        self.correction = ReplayCorrection(program, job)
+        self.correction = ReplayCorrection(program, job, batches)
         self.gradients: dict[int, list[Tensors]] = {}
         self.norms: dict[int, float] = {}
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
@@ -362,7 +362,8 @@ class Replay:
             if n in self.runners[p].initial
         ]
         if self.job.byzantine is None:
-            return torch.stack([self._wide(self.gradients[i][p][n]) for i in microbatches for p, n in shared]).sum(0)
+            parts = [self._wide(self.gradients[i][p][n]) for i in microbatches for p, n in shared]
+            return self.correction.summed(microbatches, piece, name, parts)
         return torch.stack([part for p, n in shared for part in self._sent_gradients(microbatches, p, n)]).sum(0)
 
     def _sent_gradients(self, microbatches: tuple[int, ...], piece: int, name: str) -> Iterator[Tensor]:

@@ -81,6 +81,11 @@ class Byzantine:
                 f"the replicas of plan '{plan.name}' hand no gradients over, so none can be faulty; use preset:ddp,"
                 " preset:zeno or preset:parameter-server"
             )
+        if self.sent == "gradients" and plan.compensates_shares:
+            raise InputError(
+                f"plan '{plan.name}' compensates late shares, and the replay of a fault does not; set"
+                " version.correction to 'none'"
+            )
         if self.count > num_replicas:
             raise InputError(
                 f"{self.count} replicas are to be faulty and plan '{plan.name}' has {num_replicas}; name fewer"

@@ -23,7 +23,8 @@ class Correction:
         self.program, self.plan, self.job = program, program.plan, job
         self.predicts = version.correction == "weight-prediction"
         self.rebinds = version.correction == "discrepancy"
-        self.compensates = version.correction == "delay-compensation"
+        self.compensates = version.correction == "delay-compensation" and version.kind != "late"
+        """Whether updates compensate the gradients of all replicas."""
         self._compared = compared_versions(program)
 
     def decay(self, piece: int) -> float | None:

@@ -357,6 +357,7 @@ class Handlers(JoinedState):
             step = self.first_version + a.version + 1
             self.values[value_of(a)] = self.norm.find(a.version, step, lambda part: self.wire.add_up(part, group))
         elif a.what == ValueKind.WEIGHT_GRADIENT:
+            self.applier.compensate_share(a)
             reduce_gradients(self, a)
         elif a.what in BY_MICROBATCH:
             return  # a unit exchanges rows inside its forward and its backward

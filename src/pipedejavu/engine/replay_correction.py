@@ -1,13 +1,14 @@
 """What a replay computes besides the model: corrections of stale weights, and faults of stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipedejavu.engine.byzantine import Sent, StageReplica, spoilt_values
 from pipedejavu.engine.correction import Correction
-from pipedejavu.engine.job import Applied, Job, Read, Reread
+from pipedejavu.engine.job import Applied, Batches, Job, Read, Reread
 from pipedejavu.engine.optimizer import Optimizer, State, Tensors
 from pipedejavu.engine.piece import PieceRunner
 from pipedejavu.engine.recompute_span import Saved, backward, like, tensors_of, with_saved
@@ -18,8 +19,11 @@ from pipedejavu.program import Program
 class ReplayCorrection:
     """What a plan's correction and a job's faults do to a replay; nothing if there are none."""
 
-    def __init__(self, program: Program, job: Job):
+    def __init__(self, program: Program, job: Job, batches: Batches):
         self.program, self.job, self.correction = program, job, Correction(program, job)
+        self.batches = batches
+        self.weights: dict[tuple[int, int], Tensors] = {}
+        """By (piece, microbatch), the weights that its forward read, if shares are compensated."""
         self.velocities: dict[tuple[int, int, int], State] = {}
         """By (piece, replica, version), the velocity of the weights when they had that version."""
         self.reread: dict[tuple[int, int], Tensors] = {}
@@ -33,6 +37,8 @@ class ReplayCorrection:
         """Returns what a forward computes with, given the version that it read."""
         self.versions[event.piece, event.microbatch] = event.version
         self.replicas[event.piece, event.microbatch] = event.replica
+        if self.program.plan.compensates_shares:
+            self.weights[event.piece, event.microbatch] = weights
         if not self.correction.predicts:
             return weights
         late = event.microbatch // self.program.update_size - event.version
@@ -65,6 +71,25 @@ class ReplayCorrection:
         if not self.correction.compensates:
             return summed
         return compensate(summed, newest, read, self.program.plan.version.compensation, coefficient)
+
+    def summed(self, microbatches: Sequence[int], piece: int, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of a parameter's gradients over microbatches; each late share is compensated as a whole."""
+        if not self.program.plan.compensates_shares:
+            return torch.stack([*parts]).sum(0)
+        versions = [self.versions[piece, i] for i in microbatches]
+        newest = self.weights[piece, microbatches[versions.index(max(versions))]]
+        shares: dict[int, list[int]] = {}
+        for n, i in enumerate(microbatches):
+            shares.setdefault(self.replicas[piece, i], []).append(n)
+        sums = []
+        for numbers in shares.values():
+            total, read = torch.stack([parts[n] for n in numbers]).sum(0), self.weights[piece, microbatches[numbers[0]]]
+            if read is not newest:
+                count = sum(self.batches.count(microbatches[n]) for n in numbers)
+                strength = self.program.plan.version.compensation
+                total = compensate({name: total}, newest, read, strength, 1 / max(count, 1))[name]
+            sums.append(total)
+        return torch.stack(sums).sum(0)
 
     def optimizer(self, piece: int, number: int) -> Optimizer:
         """Returns the optimizer of an update, with the learning rate of its stage."""

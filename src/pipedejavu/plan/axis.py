@@ -174,7 +174,11 @@ class Order(Record):
 class Version(Record):
     """Which weights a microbatch reads."""
 
-    kind: Literal["sync", "stash", "vertical", "double-buffer", "local", "torn"] = "sync"
+    kind: Literal["sync", "stash", "vertical", "double-buffer", "late", "local", "torn"] = "sync"
+    """`late`: CPU replicas compute their share of an update with the weights of `delay` updates before; all other
+    replicas read the newest."""
+    delay: int = Field(default=1, ge=0)
+    """For `late`: updates by which the weights that a CPU replica reads are older than the newest; 0 is `sync`."""
     correction: Literal["none", "weight-prediction", "discrepancy", "delay-compensation"] = "none"
     """What restores the accuracy that older weights cost. `weight-prediction`: forwards read the newest weights plus
     their velocity times the updates until the gradient is applied. `discrepancy`: no weights are stashed; backwards
@@ -193,7 +197,8 @@ class Version(Record):
     warm-up. Corrections, and the scaling of rates, begin after it."""
 
     def __str__(self) -> str:
-        parts: list[str] = [self.kind] + [self.correction] * (self.correction != "none")
+        kind = f"late({self.delay})" if self.kind == "late" else self.kind
+        parts = [kind] + [self.correction] * (self.correction != "none")
         parts += [f"rates({self.rate_updates})"] * (self.rate_updates > 0)
         return " + ".join(parts + [f"flushed({self.flushed_updates})"] * (self.flushed_updates > 0))
 

@@ -45,15 +45,41 @@ def _compares(plan: Plan) -> bool:
     """Whether the gradient of an update is of weights that the updater knows, all of one version."""
     if plan.is_flush_free:
         return plan.version.kind != "stash" or plan.feed.microbatches == 1
+    if plan.version.kind == "late":
+        return True
     return plan.version.kind == "local" and plan.reduce.wire == "server" and plan.reduce.gate == "lock"
+
+
+def _starts_from_newest(plan: Plan) -> bool:
+    """Whether forwards read the newest weights that their worker has, or the correction needs no such weights."""
+    is_late = plan.version.kind == "late" and plan.version.correction == "weight-prediction"
+    return is_late or _reads_stash(plan) or plan.version.correction not in ("weight-prediction", "discrepancy")
 
 
 CORRECTION_RULES = (
     Rule(
-        lambda plan, _: plan.version.correction in ("weight-prediction", "discrepancy") and not _reads_stash(plan),
+        lambda plan, _: not _starts_from_newest(plan) and plan.version.kind != "late",
         "correction '{correction}' starts from the newest weights of a stage, which forwards read under version 'stash'"
         " of order '1f1b-async' only, and the version is '{version}'",
         "use version 'stash', as preset:pipedream does, or correction 'delay-compensation' or 'none'",
+    ),
+    Rule(
+        lambda plan, _: not _starts_from_newest(plan) and plan.version.kind == "late",
+        "correction '{correction}' gives a backward newer weights than its forward, and under version 'late' both read"
+        " the same",
+        "use correction 'weight-prediction', 'delay-compensation' or 'none'",
+    ),
+    Rule(
+        lambda plan, profile: plan.compensates_shares and bool(profile.ties),
+        "correction 'delay-compensation' squares the gradient of a weight, and units that share it have only parts of"
+        " that",
+        "untie the weights, or use correction 'weight-prediction' or 'none'",
+    ),
+    Rule(
+        lambda plan, _: plan.compensates_shares and plan.version.delay > 1,
+        "correction 'delay-compensation' needs the newest weights, which a CPU replica with a delay of {delay} makes"
+        " only after later shares, so all others would wait for those",
+        "set version.delay to 1, or use correction 'weight-prediction' or 'none'",
     ),
     Rule(
         lambda plan, _: plan.version.correction == "delay-compensation" and not _compares(plan),

@@ -106,6 +106,11 @@ class Plan(Record):
         return min(max(left, 0), self.steps) if self.is_flush_free else 0
 
     @property
+    def compensates_shares(self) -> bool:
+        """Whether late shares of a gradient are compensated for their delay before they are summed."""
+        return self.version.kind == "late" and self.version.correction == "delay-compensation"
+
+    @property
     def splits_backward(self) -> bool:
         """Whether the backward pass runs as two halves."""
         return self.order.kind in ("zb-h1", "zb-v", "dualpipe-v")

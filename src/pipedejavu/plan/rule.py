@@ -4,6 +4,7 @@ from pipedejavu.facts import FaultsError, Profile
 from pipedejavu.plan.axis import in_line
 from pipedejavu.plan.correction_rule import CORRECTION_RULES
 from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
+from pipedejavu.plan.late_rule import LATE_RULES
 from pipedejavu.plan.layout_rule import LAYOUT_RULES
 from pipedejavu.plan.mask_rule import MASK_RULES
 from pipedejavu.plan.operator_rule import OPERATOR_RULES, operator_facts
@@ -75,6 +76,7 @@ RULES = (
     *OPERATOR_RULES,
     *CORRECTION_RULES,
     *MASK_RULES,
+    *LATE_RULES,
     Rule(
         lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
         "a bidirectional place pairs workers, and {workers} is odd",
@@ -351,6 +353,7 @@ def faults_of(plan: Plan, profile: Profile) -> list[str]:
     facts |= {
         "precision": str(plan.precision),
         "correction": plan.version.correction,
+        "delay": plan.version.delay,
         "order": plan.order.kind,
         "place": plan.place.kind,
         "keep": plan.keep.kind,

@@ -11,7 +11,7 @@ Verifier, simulator and engine take all dependencies between actions from this t
 | W       | s, g of the pieces after             |                     | d       |
 | SEND    | the value                            |                     |         |
 | RECV    |                                      | the value           |         |
-| REDUCE  | the value (n: all d)                 | the value           |         |
+| REDUCE  | the value (n: all d; late d: and w)  | the value           |         |
 | SUM     |                                      |                     |         |
 | GATHER  | the value (w: its shard)             | the value           |         |
 | OFFLOAD | the value                            | it on the host      |         |
@@ -89,6 +89,7 @@ class Table:
         self.num_replicas = program.num_replicas
         self.program = program
         self.compared = compared_versions(program)
+        self.compensates_shares = plan.compensates_shares
         self.rests = [rest_of(program, piece) for piece in pieces]
         self.update_places = [update_place(program, piece) for piece in pieces]
         self.rows: dict[ActionKind, Callable[[Action, int], Effects]] = {
@@ -179,7 +180,14 @@ class Table:
             return values, values, ()
         if a.what == WEIGHT_GRADIENT and self.scatters_gradient[a.piece]:
             return (value,), (value_of(a, SHARD),), ()
-        return (value,), (value,), ()
+        return (value, *self._compared_weights(a)), (value,), ()
+
+    def _compared_weights(self, a: Action) -> tuple[Value, ...]:
+        """Returns the newest weights, and older ones that a gradient is of, if its sum compares them."""
+        if not self.compensates_shares or a.what != WEIGHT_GRADIENT or not a.version:
+            return ()
+        delay, newest = self.program.delay_of(a.replica), Value.weights(a.piece, a.replica, a.version)
+        return (newest, newest.at(max(0, a.version - delay))) if delay else ()
 
     def _gather(self, a: Action, _worker: int) -> Effects:
         return (value_of(a, SHARD if a.what == WEIGHTS else DEVICE),), (value_of(a),), ()

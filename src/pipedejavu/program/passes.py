@@ -170,23 +170,37 @@ def inserted(program: Program, before: list[dict[int, list[Action]]], after: lis
 
 
 def add_version_drops(program: Program) -> Program:
-    """Adds a DROP of each old weight version after its last reader, unless an update in place reuses its memory."""
-    if program.plan.version.kind not in ("stash", "vertical", "double-buffer"):
+    """Adds a DROP of each old weight version after its last reader, unless an update in place reuses its memory.
+
+    A version that a REDUCE reads last is dropped before the next update, which needs what the REDUCE makes: a DROP
+    right after it would keep forwards waiting for other workers.
+    """
+    plan = program.plan
+    if plan.version.kind not in ("stash", "vertical", "double-buffer") and not plan.compensates_shares:
         return program
     table = Table(program)
+    before: list[dict[int, list[Action]]] = []
     after: list[dict[int, list[Action]]] = []
     for index, worker in enumerate(program.workers):
         last: dict[Value, int] = {}
         newest: dict[tuple[int, int], int] = {}
+        updates: dict[Value, int] = {}
         for position, a in enumerate(worker.actions):
             last |= {v: position for v in table(a, index)[0] if v.kind == WEIGHTS}
             if a.kind == UPDATE:
                 newest[a.piece, a.replica] = a.version
+                updates[Value.weights(a.piece, a.replica, a.version)] = position
         drops: dict[int, list[Action]] = {}
+        early: dict[int, list[Action]] = {}
         for weights, position in last.items():
             reader = worker.actions[position]
             is_reused = reader.kind == UPDATE and weights.number == reader.version - 1
-            if not is_reused and weights.number < newest.get((weights.piece, weights.replica), 0):
+            if is_reused or weights.number >= newest.get((weights.piece, weights.replica), 0):
+                continue
+            if reader.kind == REDUCE:
+                early.setdefault(updates[weights.at(reader.version + 1)], []).append(Action.on(DROP, weights))
+            else:
                 drops.setdefault(position, []).append(Action.on(DROP, weights))
+        before.append(early)
         after.append(drops)
-    return inserted(program, [{} for _ in program.workers], after)
+    return inserted(program, before, after)

@@ -179,11 +179,26 @@ class Program:
         """Whether the forward of a piece saves tensors for its backward: not if all its units are recomputed."""
         return len(self.recomputed[piece]) < len(self.pieces[piece].units)
 
+    def delay_of(self, replica: int) -> int:
+        """Returns by how many updates the weights that a replica reads are older than the newest, under `late`.
+
+        CPU replicas come last. They are not late if they are the only ones with samples.
+        """
+        first, version = self.num_replicas - self.plan.place.cpu_replicas, self.plan.version
+        if version.kind != "late" or replica < first or not any(self.parts[:first]):
+            return 0
+        return version.delay
+
+    @cached_property
+    def delays(self) -> tuple[int, ...]:
+        """By microbatch of an update, the delay of its replica."""
+        return tuple(self.delay_of(replica) for replica, part in enumerate(self.parts) for _ in part)
+
     def late_by(self, piece: int) -> int:
-        """Returns by how many updates a gradient of a piece is late, at most, in a pipeline that never drains."""
+        """Returns by how many updates a gradient of a piece is late, at most, on any replica."""
         plan, last = self.plan, self.pieces[-1].stage
         if not plan.is_flush_free:
-            return 0
+            return self.delay_of(self.num_replicas - 1)
         if plan.version.kind == "stash":
             return -(-(last - self.pieces[piece].stage) // plan.feed.microbatches)
         return last if plan.version.kind == "vertical" else 1

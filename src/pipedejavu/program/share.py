@@ -76,9 +76,9 @@ def divide(total: int, weights: Sequence[float]) -> tuple[int, ...]:
 class ShareSplit:
     """Estimates the shares of one plan on one machine and chooses the best.
 
-    Pipelines compute concurrently, gradients are summed after the last one ends, and then each pipeline updates. For
-    pipelines of one worker the estimate equals the simulator's. For longer ones it counts the slowest stage or transfer
-    once per microbatch, and every other stage once.
+    Pipelines compute concurrently, gradients are summed after the last one ends, and then each pipeline updates; a late
+    pipeline computes its next share meanwhile. For pipelines of one worker the estimate equals the simulator's. For
+    longer ones it counts the slowest stage or transfer once per microbatch, and every other stage once.
     """
 
     def __init__(
@@ -123,9 +123,32 @@ class ShareSplit:
     def estimate(self, samples: Sequence[int]) -> ShareEstimate:
         """Estimates an update in which pipeline n trains on samples[n] samples."""
         active = [n for n, count in enumerate(samples) if count]
-        compute = max(self._compute_s(n, samples[n]) for n in active)
-        update = max(self._update_s(n) for n in active)
-        return ShareEstimate(compute, self._sum_s(active), update)
+        late = [n for n in active if self._is_late(n)]
+        if not late or late == active:
+            compute = max(self._compute_s(n, samples[n]) for n in active)
+            return ShareEstimate(compute, self._sum_s(active), max(self._update_s(n) for n in active))
+        # A late pipeline computes its next share while the others wait for the sum and update.
+        on_time = [n for n in active if n not in late]
+        update, total = max(self._update_s(n) for n in on_time), self._sum_s(active)
+        ends = [self._compute_s(n, samples[n]) for n in on_time]
+        ends += [self._compute_s(n, samples[n]) + self._update_s(n) - update - total for n in late]
+        return ShareEstimate(max(ends), total, update)
+
+    def _is_late(self, pipeline: int) -> bool:
+        """Whether a pipeline computes its share with older weights."""
+        version = self.plan.version
+        return (
+            version.kind == "late"
+            and version.delay > 0
+            and pipeline >= len(self.pipelines) - self.plan.place.cpu_replicas
+        )
+
+    def _rest_s(self, active: Sequence[int]) -> list[float]:
+        """Returns how long each pipeline is busy with an update beside its share, if some are late; else zeros."""
+        if not any(map(self._is_late, active)) or all(map(self._is_late, active)):
+            return [0.0] * len(self.pipelines)
+        total = self._sum_s(active)
+        return [self._update_s(n) + (0.0 if self._is_late(n) else total) for n in range(len(self.pipelines))]
 
     def _balance(self, active: Sequence[int]) -> tuple[int, ...]:
         """Gives each active pipeline one sample, then each further sample to the pipeline that would end first.
@@ -135,12 +158,13 @@ class ShareSplit:
         samples = [0] * len(self.pipelines)
         for n in active[: self.total]:
             samples[n] = 1
-        queue = [(self._compute_s(n, samples[n] + 1), n) for n in active]
+        rest = self._rest_s(active)
+        queue = [(rest[n] + self._compute_s(n, samples[n] + 1), n) for n in active]
         heapq.heapify(queue)
         for _ in range(self.total - sum(samples)):
             n = queue[0][1]
             samples[n] += 1
-            heapq.heapreplace(queue, (self._compute_s(n, samples[n] + 1), n))
+            heapq.heapreplace(queue, (rest[n] + self._compute_s(n, samples[n] + 1), n))
         return tuple(samples)
 
     def _compute_s(self, pipeline: int, samples: int) -> float:

@@ -41,6 +41,8 @@ class _UpdatePass:
         self.newest: dict[PieceReplica, int] = defaultdict(int)
         self.read: dict[tuple[int, int], int] = {}
         """The weight version that each (piece, microbatch) in flight reads."""
+        self.delay = program.delay_of(actions[0].replica) if actions else 0
+        """Updates that are made later than their gradients, so that the next forwards do not wait for them."""
         self.last_gradient: dict[tuple[PieceReplica, int], int] = {}
         self.last_action: dict[int, int] = {}
         keys = {(a.piece, a.replica) for a in actions}
@@ -57,22 +59,34 @@ class _UpdatePass:
             self.last_action[update] = position
             if a.kind in GRADIENT_KINDS:
                 self.last_gradient[(a.piece, a.replica), update] = position
+        self.last_update = max(self.last_action, default=0)
 
     def run(self) -> Iterator[Action]:
-        waiting: list[PieceReplica] = []  # pieces with a final gradient whose update comes at the end of the step
+        waiting: dict[int, list[PieceReplica]] = defaultdict(list)  # by update, pieces with a final gradient
         for position, a in enumerate(self.actions):
             update, key = a.microbatch // self.program.update_size, (a.piece, a.replica)
             if a.kind == FORWARD and update > self.streamed_update and key in (*self.on_device, *self.due):
                 yield from self._streamed_update(key)
             yield a._replace(version=self._version(a, update, key))
             if a.kind in GRADIENT_KINDS and self.last_gradient[key, update] == position:
-                yield from self._after_gradient(key, update)
-                waiting.append(key)
-            if self._updates_at(update, position):
-                yield from self._after_step(waiting, update)
-                waiting = []
+                if not self._waits_for_newest(update):
+                    yield from self._after_gradient(key, update)
+                waiting[update].append(key)
+            for due in self._due(update) if self._updates_at(update, position) else ():
+                yield from self._after_step(waiting.pop(due), due)
+                for piece in waiting[due + 1] if self._waits_for_newest(due + 1) else ():
+                    yield from self._after_gradient(piece, due + 1)
         for key in (*self.on_device, *self.due):
             yield from self._streamed_update(key)
+
+    def _due(self, update: int) -> range:
+        """Returns the updates that follow an update's last gradient: it, or a late one; after the last one, all."""
+        last = update if update == self.last_update else update - self.delay
+        return range(max(0, update - self.delay), last + 1)
+
+    def _waits_for_newest(self, update: int) -> bool:
+        """Whether a gradient is reduced only once the newest weights are known, with which it is compensated."""
+        return self.delay > 0 and update > 0 and self.plan.compensates_shares
 
     def _updates_at(self, update: int, position: int) -> bool:
         if self.plan.is_flush_free and self.plan.reduce.clip == "none":  # a norm is that of all pieces of the worker
@@ -92,6 +106,7 @@ class _UpdatePass:
                 "stash": self.newest[key],
                 "vertical": self.program.oldest_read(update, self.program.pieces[-1].stage),
                 "double-buffer": self.program.oldest_read(update, 1),
+                "late": max(0, update - self.delay),
                 "torn": -1,
             }[self.plan.version.kind]
         elif self.plan.version.correction == "discrepancy":

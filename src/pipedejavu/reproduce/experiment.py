@@ -54,6 +54,7 @@ EXPERIMENTS = (
     Experiment("splits", "Analytical and naive splits of deep networks", "split_study", ("torch",)),
     Experiment("initialisations", "Parallel random initialisations", "initialisation_study"),
     Experiment("accuracy", "Accuracy against time of training algorithms and corrections", "accuracy_study"),
+    Experiment("late-share", "A CPU's late share between synchronous and asynchronous training", "late_share_study"),
     Experiment("faulty-stages", "Faulty stages of pipelines, and scores that find them", "faulty_stages"),
     Experiment("predictors", "Predictors of time and memory", "predictor_study"),
 )

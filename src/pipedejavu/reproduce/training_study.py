@@ -7,7 +7,7 @@ and simulated seconds. Times of units are estimated from the cluster's stated ra
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -212,7 +212,10 @@ class StudyRun:
 
     def evaluate(self, program: Program, outcome: Outcome, buffers: dict[str, torch.Tensor]) -> tuple[float, float]:
         """Returns the mean loss and the accuracy of a run's result, with its running statistics, on test samples."""
-        tensors = {**result_of(program, outcome.weights), **buffers}
+        return self.evaluate_weights({**result_of(program, outcome.weights), **buffers})
+
+    def evaluate_weights(self, tensors: Mapping[str, torch.Tensor]) -> tuple[float, float]:
+        """Returns the mean loss and the accuracy of weights and running statistics on test samples."""
         self.tester.model.load_state_dict({name: t.detach() for name, t in tensors.items()}, strict=False)
         self.tester.model.eval()
         data = self.study.test or self.tester.held_out or self.tester.data

@@ -4,6 +4,7 @@ An update by AdamW reads and writes seven arrays of a parameter's size: weight, 
 them again. A correction's passes are assumed to take as long per array.
 """
 
+from pipedejavu.plan.correction_rule import keeps_velocity
 from pipedejavu.program import Action, ActionKind, Program
 
 _ARRAYS = 7
@@ -21,4 +22,8 @@ def added_updates(program: Program, a: Action) -> float:
     """Returns what a correction adds to an action, in times of the piece's update."""
     plan = program.plan
     passes = _PASSES.get(plan.version.correction, {}).get(a.kind, 0)
-    return passes / _ARRAYS if program.late_by(a.piece) or not plan.is_flush_free else 0.0
+    if plan.version.kind == "late":  # all replicas keep a velocity; only late ones predict and compensate
+        is_concerned = program.delay_of(a.replica) or (keeps_velocity(plan) and a.kind == ActionKind.UPDATE)
+    else:
+        is_concerned = program.late_by(a.piece) or not plan.is_flush_free
+    return passes / _ARRAYS if is_concerned else 0.0
