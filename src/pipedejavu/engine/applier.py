@@ -85,6 +85,12 @@ class Applier:
         is_in_turn = self.plan.reduce.combiner == "elastic" and self.plan.reduce.gate == "round-robin"
         return self.plan.steps * (self.center if is_in_turn and replica == self.center else 1)
 
+    def begin(self, update: int) -> None:
+        """Prepares a round that starts at an update."""
+        self.first_version = update
+        if self.masks is not None:
+            self.masks.prepare(update * self.program.update_size)
+
     def update(self, a: Action) -> None:
         """Runs an UPDATE action."""
         if a.update_place == UpdatePlace.SERVER:

@@ -115,9 +115,8 @@ class Handlers(JoinedState):
         """Prepares a round that starts at an update: the newest weights become version 0."""
         plan, self.whole = self.program.plan, None
         self.first_microbatch = update * self.program.update_size
-        self.first_version = self.applier.first_version = update
-        if self.applier.masks is not None:
-            self.applier.masks.prepare(self.first_microbatch)
+        self.first_version = update
+        self.applier.begin(update)
         if self.divided is not None:
             count = self.program.update_size * plan.steps
             self.divided.prepare(range(self.first_microbatch, self.first_microbatch + count))
