@@ -116,7 +116,7 @@ class Rank:
         self.replicas = ReplicaCheck(program, self.job, options.check_replicas, start.step)
         self.moves: list[Move] = []
         self.spans: list[Span] = []
-        self.step = start.step
+        self.step, self.is_stopped, self.base_bytes = start.step, False, resident_bytes()
         self.ends_s: list[float] = []
         """When each round ended."""
         halts, lead = PrefixStore("halt", store), self.members.lead
@@ -126,8 +126,6 @@ class Rank:
         self.throughput: ThroughputMonitor | None = None
         self.replanner: Replanner | None = None
         self.saver: Saver | None = None
-        self.is_stopped = False
-        self.base_bytes = resident_bytes()
 
     def run(self, checkpoint_dir: CheckpointDir) -> WorkerResult:
         """Trains to the end, with checkpoints in a folder that all ranks see."""
