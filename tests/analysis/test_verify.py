@@ -640,7 +640,32 @@ BROKEN: list[tuple[Plan, str, str]] = [
     (
         preset("distreal").plan.replace(place=Place(replicas=3)),
         "feed 'mask' needs a budget for each of the 3 replicas",
-        "set feed.budgets to that many numbers between 0 and 1",
+        "set feed.budgets, and each row of feed.later_budgets, to that many numbers between 0 and 1",
+    ),
+    (
+        preset("distreal").plan.replace(feed=Feed(kind="mask", budgets=(1.0, 0.5, 0.5, 0.0))),
+        "feed 'mask' gives a replica a budget of 0, with which it computes nothing",
+        "set its budget above 0, or leave the replica out",
+    ),
+    (
+        Plan(feed=Feed(drops=((0.5,),))),
+        "feed 'microbatch' leaves no filters out, so feed.drops and feed.later_budgets have no meaning",
+        "set feed.kind to 'mask', or leave them out",
+    ),
+    (
+        preset("distreal").plan.replace(feed=Feed(kind="mask", budgets=(1.0,) * 4, drops=((0.5,), (0.5, 0.5)))),
+        "the vectors of feed.drops differ in length, and each has a share for every group of filters",
+        "give all of them one length",
+    ),
+    (
+        preset("distreal").plan.replace(version=Version(kind="sync")),
+        "feed 'mask' has each replica train its own weights of the whole model and average them",
+        "use cut 'whole', version 'local', combiner 'average' and keep 'replicated'",
+    ),
+    (
+        preset("distreal").plan.replace(precision=Precision(moments="int8")),
+        "int8 moments are rounded in blocks, and feed 'mask' updates single filters",
+        "leave precision.moments out",
     ),
     (
         Plan(precision=Precision(compute="bf16")),

@@ -283,7 +283,7 @@ def test_train_continues_from_the_best_of_several_initialisations(tmp_path: Path
     [
         (("gpt-tiny",), "'gpt-tiny' is not a model that can be trained; use zoo:NAME"),
         (("zoo:gpt-tyni",), "there is no model 'zoo:gpt-tyni'; did you mean 'gpt-tiny'?"),
-        (("zoo:mlp", "--plan", "preset:distreal"), "the engine does not run feed 'mask' yet"),
+        (("zoo:mlp", "--plan", "preset:distreal"), "the model has no convolution whose filters can be left out"),
         (
             ("zoo:mlp", "--plan", "preset:zero-3", "--workers", "1"),
             "keep 'zero-3' divides state over replicas, and the plan has one; use more replicas, or keep 'replicated'",

@@ -80,13 +80,19 @@ def test_a_run_leaves_its_files_and_no_other_overwrites_them(tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_processes_with_masks_equal_their_replay(tmp_path) -> None:
+    done = run(tmp_path, "distreal", model="vgg-small", steps=5, optimizer="sgd", lr=0.01)
+    assert max(audit_run(done).values()) < 1e-12
+
+
+@pytest.mark.slow
 def test_every_plan_trains_to_the_same_weights(tmp_path) -> None:
     found = [load_file(run(tmp_path / name, name, optimizer="sgd").folder.model) for name in ("1f1b", "gpipe")]
     assert max(float((found[0][n] - found[1][n]).abs().max()) for n in found[0]) < 1e-12
 
 
-def test_what_the_engine_cannot_run_is_refused_before_anything_starts(tmp_path) -> None:
-    with pytest.raises(InputError, match="the engine does not run feed 'mask' yet"):
+def test_a_model_without_filters_is_refused_before_anything_starts(tmp_path) -> None:
+    with pytest.raises(InputError, match="the model has no convolution whose filters can be left out"):
         run(tmp_path, "distreal")
     assert list(tmp_path.iterdir()) == []
 

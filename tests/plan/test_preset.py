@@ -95,6 +95,9 @@ def test_budgets_are_repeated_for_more_replicas() -> None:
     assert preset("distreal").at(workers=2).feed.budgets == (1.0, 0.75)
     assert preset("distreal").at(workers=6).feed.budgets == (1.0, 0.75, 0.5, 0.25, 1.0, 0.75)
     assert preset("distreal").at(replicas=1).feed.budgets == (1.0,)
+    plan = preset("distreal").plan
+    changing = plan.replace(feed=plan.feed.replace(later_budgets=((0.5, 1.0, 1.0, 0.5),)))
+    assert sized(changing).at(replicas=2).feed.later_budgets == ((0.5, 1.0),)
 
 
 def test_microbatches_of_an_update_or_updates() -> None:

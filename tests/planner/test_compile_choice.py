@@ -103,6 +103,14 @@ def test_the_measured_gain_decides(
     assert "repay" in plan.decisions[-1].reason
 
 
+def test_a_plan_with_masks_stays_eager(here: Machine) -> None:
+    plan = refuse_compile(preset("distreal").at(workers=2), UNITS, here, 10**9)
+    assert not plan.is_compiled
+    assert plan.decisions[-1].reason.startswith("feed 'mask' runs units with other sizes in each update")
+    with pytest.raises(InputError, match=r"feed 'mask' runs units with other sizes.*leave compile at auto or off"):
+        asked_plan(plan, "on")
+
+
 def test_a_plan_that_splits_the_backward_stays_eager(here: Machine) -> None:
     split = preset("zb-h1").at(workers=2, microbatches=4)
     plan = refuse_compile(split, UNITS, here, 10**9)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from pipedejavu.cli.drop_command import DropRequest, search_drop_table
 from pipedejavu.cli.input_files import AsJson, PlannedModel, Speeds, read_amounts, read_model, read_speeds
 from pipedejavu.cli.installed import require_torch
 from pipedejavu.cli.plan_answer import PlanAnswer, describe_memory, explain
@@ -64,7 +65,12 @@ class PlanRequest:
     speed: Speeds = None
     batch: Annotated[int, typer.Option(help="Samples per update.")] = 32
     samples: Annotated[int | None, typer.Option(help="Samples per microbatch; by default the best.")] = None
-    search: Annotated[str, typer.Option(help="auto, exhaustive, dp, mcmc or gradient.")] = "auto"
+    search: Annotated[
+        str,
+        typer.Option(
+            help="auto, exhaustive, dp, mcmc or gradient; or genetic, for the filters that preset distreal drops."
+        ),
+    ] = "auto"
     objective: Annotated[
         str,
         typer.Option(
@@ -77,6 +83,9 @@ class PlanRequest:
     ] = None
     staleness: Annotated[int, typer.Option(help="Most updates by which weights may be stale; 0 is synchronous.")] = 0
     costed: Annotated[bool, typer.Option(help="Include plans that are only costed, not run.")] = False
+    data: Annotated[
+        str | None, typer.Option(help="For --search genetic: the data that it trains on, as for 'train'.")
+    ] = None
     measure_budget_s: Annotated[
         float, typer.Option("--measure-budget", help="Seconds for measuring the model; what is left out is estimated.")
     ] = MEASURE_S
@@ -117,6 +126,16 @@ def run(request: PlanRequest) -> None:
     all on a host with GPUs. `--html` adds up to six with less memory. Only the objectives batch, blocks and context
     repeat one: `find_largest` ends with a search for the largest question, without its alternatives.
     """
+    if request.search == "genetic":
+        asked = DropRequest(
+            request.model, request.machine, request.data, request.samples or request.batch, request.seed,
+            request.time_budget, request.out, request.as_json,
+        )  # fmt: skip
+        with show_progress() as progress:
+            search_drop_table(asked, progress)
+        return
+    if request.data is not None:
+        raise InputError("--data is for --search genetic, which trains; other searches only measure")
     options = request.search_options()
     with show_progress() as progress:
         problem = read_inputs(request, options, progress)

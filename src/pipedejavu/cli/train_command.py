@@ -241,7 +241,7 @@ def _announce(options: "TrainOptions", program: Program, note: str, start: "RunS
 def _describe_update(program: Program) -> str:
     """Returns a sentence on the samples per update; the sizes on the command line are per pipeline or replica."""
     feed, replicas = program.plan.feed, program.num_replicas
-    if feed.kind == "own":
+    if feed.is_own:
         return f"each of {replicas} replicas makes updates of its own, of {feed.microbatches} × {feed.samples} samples"
     spread = f" over {replicas} replicas" if replicas > 1 else ""
     return f"an update has {sum(program.sizes)} samples in {program.update_size} microbatches{spread}"

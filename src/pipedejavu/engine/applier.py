@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pipedejavu.engine.correction import Correction
 from pipedejavu.engine.device import moved
+from pipedejavu.engine.filter_masks import FilterMasks
 from pipedejavu.engine.gradient_check import GradientCheck
 from pipedejavu.engine.job import Applied, Batches, Job, Log, Reread, Scored
 from pipedejavu.engine.loss_scale import LossScale
@@ -51,10 +52,10 @@ class Applier:
         self.check, self.scale = check, scale
         self.state: dict[PieceReplica, dict[str, Tensors]] = {}
         self.center = program.num_replicas
-        if self.plan.reduce.clip != "none" and self.plan.feed.kind == "own":
+        if self.plan.reduce.clip != "none" and self.plan.feed.is_own:
             raise InputError(
-                f"plan '{self.plan.name}' clips by the norm over all workers, but with feed 'own' each makes updates of"
-                " its own; set reduce.clip to 'none'"
+                f"plan '{self.plan.name}' clips by the norm over all workers, but with feed '{self.plan.feed.kind}'"
+                " each makes updates of its own; set reduce.clip to 'none'"
             )
         if self.plan.reduce.clip == "none" and job.clip_norm is not None:
             raise InputError(
@@ -69,6 +70,8 @@ class Applier:
         self.pushed: dict[PieceReplica, dict[int, Tensors]] = {}
         """The push of each piece in each wave whose consensus it has not pulled yet."""
         self.correction = Correction(program, job)
+        self.masks: FilterMasks | None = None
+        """Which filters each update trains, if some are left out."""
         self.pulled: dict[PieceReplica, Tensors] = {}
         """On a server that compensates for delays, the weights that each replica read last."""
 
@@ -134,7 +137,7 @@ class Applier:
     def _microbatches(self, replica: int, update: int) -> tuple[int, ...]:
         """Returns the microbatches of an update: of all replicas, or of one if replicas update separately."""
         size, number = self.program.update_size, self.first_version + update
-        if self.plan.feed.kind == "own":
+        if self.plan.feed.is_own:
             first, count = number * size + replica * self.plan.feed.microbatches, self.plan.feed.microbatches
             return tuple(range(first, first + count))
         return tuple(range(number * size, (number + 1) * size))
@@ -159,7 +162,12 @@ class Applier:
                 read = self.values[Value.weights(*key, self.correction.version_read(key, update))]
                 summed = compensate(summed, base, read, self.plan.version.compensation, factor)
             out = {name: like_weight(base[name], gradient) for name, gradient in summed.items()}
-            self.correction.optimizer(key[0], number).step(number, base, summed, state, factor, out=out)
+            optimizer = self.correction.optimizer(key[0], number)
+            if self.masks is None:
+                optimizer.step(number, base, summed, state, factor, out=out)
+            else:
+                self.masks.note_time(key[1], number, self.device)
+                self.masks.optimizer(optimizer, key[1], number).step(number, base, summed, state, factor, out=out)
         if decay is not None:
             add_to_velocity(state, base, out, decay)
         return out

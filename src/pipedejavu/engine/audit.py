@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipedejavu.engine.device import CPU, moved
-from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Read, Reread, Scored, with_moments
+from pipedejavu.engine.filter_masks import masks_of_replay
+from pipedejavu.engine.job import Applied, Batches, Event, Job, Log, Masked, Read, Reread, Scored, with_moments
 from pipedejavu.engine.log_check import check_log, check_replayable
 from pipedejavu.engine.loss_scale import FIRST
 from pipedejavu.engine.optimizer import Tensors
@@ -26,6 +27,7 @@ from pipedejavu.engine.replay_correction import ReplayCorrection
 from pipedejavu.engine.score import ScoreTrial, number_of, score
 from pipedejavu.engine.threads import Outcome
 from pipedejavu.engine.uncut_replay import UncutModel, UncutReplay
+from pipedejavu.engine.weight_average import ReplayAverage
 from pipedejavu.facts import InputError
 from pipedejavu.optim.arithmetic import split
 from pipedejavu.program import Program
@@ -85,7 +87,6 @@ class Replay:
         ]
         self.initial = [{name: self._master(w) for name, w in runner.initial.items()} for runner in self.runners]
         """The masters that training begins with, by piece."""
-        self.uncut = UncutReplay(uncut, job, units) if uncut else None
         self.center = program.num_replicas
         self.newest: dict[tuple[int, int, int], Tensors] = {}
         self.read: dict[tuple[int, int], Tensors] = {}
@@ -99,12 +100,15 @@ class Replay:
         self.served: dict[int, int] = defaultdict(int)
         self.skipped: set[int] = set()
         """Versions whose update the run skipped."""
-        self.unmet: dict[tuple[int, int], dict[int, Tensors]] = {}
-        """By (piece, version), the weights of the replicas that wait to be averaged."""
+        self.masks = masks_of_replay(program, job, batches, self.runners)
+        self.uncut = UncutReplay(uncut, job, units, self.masks) if uncut else None
+        self.average = ReplayAverage(self.center, self.masks)
         self.pushes: dict[tuple[int, int, int], list[Tensors]] = defaultdict(list)
 
     def run(self, logs: Sequence[Log]) -> dict[tuple[int, int], Tensors]:
         """Replays each event once what it reads exists; returns the last weights by (piece, replica)."""
+        if self.masks is not None:
+            self.masks.take(event for log in logs for event in log.events if isinstance(event, Masked))
         with allowed_tf32(self.plan.precision):
             return self._run(logs)
 
@@ -136,6 +140,8 @@ class Replay:
             return self.correction.after_reread(event, self.weights(event.piece, event.replica, event.version))
         if isinstance(event, Scored):
             return self._replay_score(event)
+        if isinstance(event, Masked):
+            return True
         if self.plan.reduce.combiner == "score-trim":
             return self._replay_trusted(event)
         if event.replica == self.center:
@@ -181,9 +187,10 @@ class Replay:
             self._check_clipping(event)
         summed = {n: self._summed(microbatches, piece, n) for n in base}
         summed = self.correction.compensated(summed, base, self.read[piece, microbatches[0]], coefficient)
-        key = (piece, self.center if on_server else replica)
-        count = self.served[piece] if on_server else update
-        deltas = dict(self.correction.optimizer(piece, count).deltas(count, base, summed, self.state[key], coefficient))
+        key, count = (piece, self.center if on_server else replica), self.served[piece] if on_server else update
+        optimizer = self.correction.optimizer(piece, count)
+        stepper = self.masks.optimizer(optimizer, replica, update) if self.masks else optimizer
+        deltas = dict(stepper.deltas(count, base, summed, self.state[key], coefficient))
         if center:
             pull = self.job.optimizer.rate(update) * self.job.elasticity
             deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}
@@ -202,18 +209,10 @@ class Replay:
         if reduce.gate == "bound":
             self.pushes[piece, replica, self._wave(update)].append(deltas)
         if reduce.combiner == "average" and (update % self.plan.steps + 1) % reduce.period == 0:
-            self._average(piece, replica, version, new)
+            mean = self.average.add(piece, replica, version, new)
+            self.newest |= {(piece, q, version): mean for q in range(self.center) if mean is not None}
         else:
             self.newest[piece, replica, version] = new
-
-    def _average(self, piece: int, replica: int, version: int, new: Tensors) -> None:
-        """Writes a version as the mean over replicas once all of them have made theirs."""
-        made = self.unmet.setdefault((piece, version), {})
-        made[replica] = new
-        if len(made) == self.center:
-            mean = {n: torch.stack([made[q][n] for q in sorted(made)]).sum(0) / len(made) for n in new}
-            for q in self.unmet.pop((piece, version)):
-                self.newest[piece, q, version] = mean
 
     def _replay_score(self, event: Scored) -> bool:
         """Recomputes a score; raises InputError if the run's differs by more than rounding.

@@ -318,7 +318,7 @@ def _find(handlers: Handlers, source: Source, replica: int, kind: str, name: str
     """Returns a replica's own tensor, else the common one; a tied weight may be saved under its other name."""
     tied = next((sorted(tie - {name}) for tie in (*handlers.job.ties, *handlers.job.frozen_ties) if name in tie), [])
     # Replicas that share every update must begin with equal weights, whichever plan wrote the checkpoint.
-    has_own = handlers.program.plan.feed.kind == "own" or kind == "buffer"
+    has_own = handlers.program.plan.feed.is_own or kind == "buffer"
     for known in (name, *tied):
         for prefix in (f"replica/{replica}/", "") if has_own else ("",):
             tensor = source(f"{prefix}{kind}/{known}")
@@ -376,7 +376,7 @@ def _prefix(program: Program, holders: list[tuple[int, int]], holder: tuple[int,
     """Returns the prefix under which a holder saves the n-th weight of a piece, or None if another holder saves it."""
     is_on_server = holders[-1][0] == program.num_replicas and not _is_idle(program, holders[-1][0])
     source = holders[-1] if is_on_server else holders[0]
-    if program.plan.feed.kind != "own":  # all have the same weights, but only the worker that updates has state
+    if not program.plan.feed.is_own:  # all have the same weights, but only the worker that updates has state
         source = source if is_on_server else holders[number % len(holders)]
         return "" if holder == source else None
     if _is_idle(program, holder[0]):

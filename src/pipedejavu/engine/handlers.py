@@ -35,7 +35,8 @@ from pipedejavu.engine.recompute_span import (
     with_loss,
     with_saved,
 )
-from pipedejavu.engine.summed_piece import add_up, is_summed, reduce_gradients, sent_tensors
+from pipedejavu.engine.summed_piece import is_summed, reduce_gradients, sent_tensors
+from pipedejavu.engine.weight_average import average_weights
 from pipedejavu.engine.wire import Wire
 from pipedejavu.facts import InputError
 from pipedejavu.program import Action, ActionKind, Program, Table, UpdatePlace, Value, ValueKind
@@ -115,6 +116,8 @@ class Handlers(JoinedState):
         plan, self.whole = self.program.plan, None
         self.first_microbatch = update * self.program.update_size
         self.first_version = self.applier.first_version = update
+        if self.applier.masks is not None:
+            self.applier.masks.prepare(self.first_microbatch)
         if self.divided is not None:
             count = self.program.update_size * plan.steps
             self.divided.prepare(range(self.first_microbatch, self.first_microbatch + count))
@@ -338,8 +341,7 @@ class Handlers(JoinedState):
             received = dict(zip(names, tensors, strict=True))
             self.values[value_of(a)] = as_leaves(received) if a.what == ValueKind.WEIGHTS else received
         else:
-            is_tuple = len(tensors) > 1 or a.what == ValueKind.GRADIENT
-            self.values[value_of(a)] = tensors if is_tuple else tensors[0]
+            self.values[value_of(a)] = tensors if len(tensors) > 1 or a.what == ValueKind.GRADIENT else tensors[0]
 
     def _key(self, a: Action) -> tuple[object, ...]:
         size = self.batches.length(self.first_microbatch + a.microbatch) if a.microbatch >= 0 else 0
@@ -359,8 +361,7 @@ class Handlers(JoinedState):
         elif a.what in BY_MICROBATCH:
             return  # a unit exchanges rows inside its forward and its backward
         else:  # replicas that update separately average their weights
-            sums, count = add_up(self.wire, self.values[value_of(a)], group), len(self.program.groups[group].workers)
-            self.values[value_of(a)] = as_leaves({name: total.div_(count) for name, total in sums.items()})
+            self.values[value_of(a)] = as_leaves(average_weights(self, self.applier.masks, a))
 
     def gather(self, a: Action) -> None:
         """Makes the whole weights of a piece from the shards of its group."""

@@ -129,7 +129,15 @@ class Scored(NamedTuple):
     score: float
 
 
-Event = Read | Reread | Applied | Scored
+class Masked(NamedTuple):
+    """The filters that a replica trains in an update: the number of a vector in the plan's table, by rising cost."""
+
+    replica: int
+    update: int
+    choice: int
+
+
+Event = Read | Reread | Applied | Scored | Masked
 
 
 class _Nothing(list[Event]):

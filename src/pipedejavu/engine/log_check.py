@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from pipedejavu.analysis.verify import promised_versions
-from pipedejavu.engine.job import Applied, Batches, Log, Read, Reread, Scored
+from pipedejavu.engine.job import Applied, Batches, Log, Masked, Read, Reread, Scored
 from pipedejavu.engine.score import kept
 from pipedejavu.facts import InputError
 from pipedejavu.plan import Plan
@@ -38,12 +38,12 @@ def check_log(program: Program, batches: Batches, logs: Sequence[Log]) -> None:
                         f"the run read version {event.version} where the plan promises {low} to {high}: {event}"
                     )
                 continue
-            if isinstance(event, Scored):
+            if isinstance(event, Scored | Masked):
                 continue
             updates[event.piece, event.replica].append(event.version)
             if event.replica < program.num_replicas:
                 first, count = (event.version - 1) * size, size
-                if plan.feed.kind == "own":
+                if plan.feed.is_own:
                     first, count = first + event.replica * plan.feed.microbatches, plan.feed.microbatches
                 microbatches = tuple(range(first, first + count))
                 most = 1 / sum(batches.count(i) for i in microbatches)

@@ -22,6 +22,7 @@ from pipedejavu.runtime.compiled_unit import LossCall, UnitCompiler
 from pipedejavu.runtime.compute_precision import FULL, ComputeFormat
 from pipedejavu.runtime.deferred_head import DeferredHead
 from pipedejavu.runtime.deferred_logits import HeadUse
+from pipedejavu.runtime.kept_filters import KeptFilters
 from pipedejavu.runtime.param_layout import DividedUnit, ParamLayout
 from pipedejavu.runtime.saved_storage import SavedTensorOffload, begin_at, end_of, stub
 
@@ -61,6 +62,8 @@ class PieceRunner:
         self.random = SeededRandom(seed, units)
         self.while_compiling: Callable[[], AbstractContextManager[None]] = nullcontext
         """Entered while a unit is compiled."""
+        self.filters: Callable[[int], KeptFilters] | None = None
+        """Returns the filters with which a microbatch runs, if some are left out."""
         self.head: HeadUse | None = None
         """How the linear layers of the last unit run, if it ends in a head that runs in chunks; it is not compiled."""
         self.names: dict[str, str] = {}
@@ -128,7 +131,8 @@ class PieceRunner:
         """
         saved: list[RecomputeSpan] = []
         buffers = self.buffers() if keeps_buffers else []
-        with self._with_weights(weights, buffers), self.form.context(tensors_of(value)[0].device):
+        kept = self.filters(microbatch) if self.filters else None
+        with self._with_weights(weights, buffers, kept), self.form.context(tensors_of(value)[0].device):
             for run in self._runs:
                 leaves = [t.detach().requires_grad_(t.requires_grad) for t in tensors_of(value)]
                 if not saved:
@@ -173,7 +177,8 @@ class PieceRunner:
         spans, value = list(saved), None
         buffers = self.buffers([unit for run in self._runs if run.is_again for unit in run.units])
         device = tensors_of(saved[0].input_value)[0].device
-        with self._with_weights(weights, buffers), self.form.context(device):
+        kept = self.filters(microbatch) if self.filters else None
+        with self._with_weights(weights, buffers, kept), self.form.context(device):
             for n, run in enumerate(self._runs):
                 if run.is_again:
                     value = self._run_units(run, saved[n].input_value, microbatch, head)
@@ -207,17 +212,29 @@ class PieceRunner:
         return self.compiler.run(name, module, value, head, seed, self.while_compiling)
 
     @contextmanager
-    def _with_weights(self, weights: Tensors, buffers: list[_Buffer]) -> Iterator[None]:
-        """Puts weights into the modules, and copies of the buffers that must not change, for the duration."""
+    def _with_weights(self, weights: Tensors, buffers: list[_Buffer], kept: KeptFilters | None) -> Iterator[None]:
+        """Puts weights into the modules, and copies of the buffers that must not change, for the duration.
+
+        With `kept`, the modules have the parts of both that belong to the filters that remain.
+        """
+        parts: list[tuple[str, _Buffer]] = []
         try:
             for place, key, name, _ in self._slots:
-                place[key] = weights[name]
+                place[key] = weights[name] if kept is None else kept.used(name, weights[name])
             for place, key, buffer in buffers:
                 place[key] = buffer.clone()
+            for place, key, name in (*self._named_buffers(), *self._frozen) if kept else ():
+                if kept and not kept.is_whole(name):
+                    parts.append((name, (place, key, place[key])))
+                    place[key] = kept.narrow(name, place[key])
             yield
         finally:
             for place, key, _, tensor in self._slots:
                 place[key] = tensor
+            for name, (place, key, whole) in parts:
+                if kept:
+                    kept.put(name, whole, place[key])
+                place[key] = whole
             for place, key, tensor in buffers:
                 place[key] = tensor
 

@@ -52,7 +52,7 @@ class ReplicaCheck:
         """Starts from `update`, at which all copies are equal."""
         self.every, self.agreed = every, update
         self.has_state = program.plan.keep.kind != "server"  # otherwise only the server has state
-        copies = list(_copies(program)) if every and program.plan.feed.kind != "own" else []
+        copies = list(_copies(program)) if every and not program.plan.feed.is_own else []
         counts = Counter(copy.piece for copy in copies)
         self.copies = [copy for copy in copies if counts[copy.piece] > 1]
         self.names = {piece: _names(program, job, piece) for piece in {copy.piece for copy in self.copies}}

@@ -14,6 +14,7 @@ from pipedejavu.analysis import verify
 from pipedejavu.engine.applier import as_leaves
 from pipedejavu.engine.device import CPU, device_of
 from pipedejavu.engine.expert_shards import with_divided_experts
+from pipedejavu.engine.filter_masks import FilterFinder, FilterMasks
 from pipedejavu.engine.handlers import Handlers, Runners, pieces_of
 from pipedejavu.engine.job import Batches, Job, Log
 from pipedejavu.engine.master import masters_of, weights_of
@@ -57,9 +58,8 @@ def check_runnable(program: Program) -> None:
     plan = program.plan
     check_divisible(plan)
     cannot = {
-        "feed 'mask'": plan.feed.kind == "mask",
-        f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average"
-        and plan.feed.kind != "own",
+        "compiled units with feed 'mask'": plan.is_compiled and plan.feed.kind == "mask",
+        f"combiner 'average' with feed '{plan.feed.kind}'": plan.reduce.combiner == "average" and not plan.feed.is_own,
         "edges that skip": any(len(before) > 1 for before in program.inputs + program.outputs),
         "a folded program": program.copies > 1,
         f"{plan.precision.moments} moments of weights that are divided between workers": plan.precision.moments
@@ -182,13 +182,13 @@ def _make_workers(program: Program, job: Job, batches: Batches) -> list[WorkerRu
     graph, handlers = verify(program), list[Handlers]()
     groups = program.groups.items()
     exchange = Exchange({name: g.workers for name, g in groups}, {name: g.helpers for name, g in groups if g.helpers})
-    divisions = Divisions(program, job, batches)
+    divisions, finder = Divisions(program, job, batches), FilterFinder(program.plan, job, batches)
     compiler = job.compiler_for(program)
     for index in range(len(program.workers)):
         # A module is run by one thread at a time, so each worker has a copy.
         copied = replace(job, units=copy.deepcopy(list(job.units)))
         wire = staged(ThreadWire(exchange, index), device_of(program, index))
-        handlers.append(make_handlers(program, index, copied, batches, wire, compiler, divisions))
+        handlers.append(make_handlers(program, index, copied, batches, wire, compiler, divisions, finder))
     if program.plan.keep.kind == "shared":
         for other in handlers[1:]:
             _share_weights(handlers[0], other)
@@ -223,10 +223,12 @@ def make_handlers(
     wire: Wire,
     compiler: UnitCompiler | None = None,
     divisions: Divisions | None = None,
+    finder: FilterFinder | None = None,
 ) -> Handlers:
     """Returns a worker's handlers, with the first version of its weights in their resting places.
 
-    With a `compiler`, which workers may share, units run compiled. Workers that divide operators may share `divisions`.
+    With a `compiler`, which workers may share, units run compiled. Workers of a process may share `divisions` of
+    operators, and the `finder` of filters that can be left out.
     """
     form = ComputeFormat.of(program.plan.precision, [module for _, module in job.units])
     divided: DividedStages | None = None
@@ -241,6 +243,11 @@ def make_handlers(
         runners[piece, replica] = _make_runner(program, index, piece, units, job.seed, compiler, form)
     handlers = Handlers(program, index, runners, job, batches, wire)
     handlers.divided = divided
+    if program.plan.feed.kind == "mask":
+        masks = FilterMasks(program, job.seed, finder or FilterFinder(program.plan, job, batches))
+        masks.note, handlers.applier.masks = handlers.log.events.append, masks
+        for runner in runners.values():
+            runner.filters = masks.of_microbatch
     if divides_operators(program) and not is_first(program, index):
         handlers.log.silence()
     for key in runners:

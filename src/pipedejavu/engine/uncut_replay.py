@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipedejavu.engine.filter_masks import FilterMasks
 from pipedejavu.engine.grouped_product import grouped_product, is_grouped_product
 from pipedejavu.engine.job import Job
 from pipedejavu.engine.optimizer import Tensors
@@ -39,8 +40,8 @@ class UncutModel(NamedTuple):
 class UncutReplay:
     """Differentiates a copy of the user's model in float64."""
 
-    def __init__(self, uncut: UncutModel, job: Job, units: Sequence[Unit]):
-        self.uncut, self.job, self.units = uncut, job, units
+    def __init__(self, uncut: UncutModel, job: Job, units: Sequence[Unit], masks: FilterMasks | None = None):
+        self.uncut, self.job, self.units, self.masks = uncut, job, units, masks
         self.model = copy.deepcopy(uncut.model).double()
         firsts = {id(p): name for name, p in self.model.named_parameters()}
         self.names = {name: firsts[id(p)] for name, p in self.model.named_parameters(remove_duplicate=False)}
@@ -74,8 +75,9 @@ class UncutReplay:
             weights.setdefault(first, weight.detach().clone().requires_grad_())
         counts = self._counts_of(value)
         args, kwargs = self.uncut.call(widened(self.uncut.inputs(microbatch)))
+        used = self._used(microbatch, weights)
         with _AsUnits(counts, [mixed(self.job.seed, microbatch, number) for number, _, _ in self.units]) as mode:
-            output = torch.func.functional_call(self.model, weights, args, kwargs)
+            output = torch.func.functional_call(self.model, used, args, kwargs)
             loss = self.uncut.loss(output, targets)
             if mode.count != sum(counts):
                 return f"it draws {mode.count} times and its units {sum(counts)} times"
@@ -88,6 +90,14 @@ class UncutReplay:
             by_name = {name: left.pop(self.names[name], None) for name in read}
             pieces.append({name: torch.zeros_like(read[name]) if g is None else g for name, g in by_name.items()})
         return pieces
+
+    def _used(self, microbatch: int, weights: Tensors) -> Tensors:
+        """Returns what a microbatch computes with: with masks, the parts of weights and statistics that remain."""
+        if self.masks is None:
+            return weights
+        kept = self.masks.of_microbatch(microbatch)
+        buffers = {name: kept.narrow(name, buffer) for name, buffer in self.model.named_buffers()}
+        return buffers | {name: kept.used(name, weight) for name, weight in weights.items()}
 
     def _counts_of(self, value: Any) -> list[int]:
         """Returns the number of random operations per unit for inputs of these shapes, by running the units."""

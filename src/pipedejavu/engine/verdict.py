@@ -179,7 +179,7 @@ class _Judge:
         by_replica = Counter((event.piece, event.replica) for event in events)
         counts: Counter[int] = Counter()
         for (piece, _), count in by_replica.items():
-            counts[piece] = counts[piece] + count if self.program.plan.feed.kind == "own" else max(counts[piece], count)
+            counts[piece] = counts[piece] + count if self.program.plan.feed.is_own else max(counts[piece], count)
         return counts
 
     def _worker(self, key: PieceReplica) -> int:

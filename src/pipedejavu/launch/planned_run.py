@@ -8,6 +8,7 @@ import torch
 
 from pipedejavu.data.data_choice import check_choice
 from pipedejavu.engine import Byzantine, check_runnable
+from pipedejavu.engine.filter_masks import check_filters
 from pipedejavu.engine.log_check import check_replayable
 from pipedejavu.facts import InputError, Link, Machine, Profile
 from pipedejavu.launch.handover import Handover
@@ -87,7 +88,7 @@ def plan_run(
         machine = Machine.from_json(machine_json)
         machine = machine.divided(plan.num_workers) if plan.place.devices is None and not profile_json else machine
     else:
-        prepared += _open_pipeline(options, plan) if ranks.is_first and not profile_json else []
+        prepared += _open_first(options, plan) if ranks.is_first and not profile_json else []
         plan, machine = _measure_machine(plan, worker_hosts, devices, ranks)
     names = assign_devices(plan, machine)
     if not profile_json:
@@ -219,12 +220,15 @@ def _settle_compile(
     return decide_compile(plan, eager, measure(plan.replace(is_compiled=True)), machine, steps)
 
 
-def _open_pipeline(options: TrainOptions, plan: Plan) -> list[Prepared]:
-    """Opens the model of a pipeline before anything is measured; raises InputError if it has too few units."""
-    if plan.pipeline_size == 1:
+def _open_first(options: TrainOptions, plan: Plan) -> list[Prepared]:
+    """Opens the model before anything is measured if the plan asks for units or filters that it may not have."""
+    if plan.pipeline_size == 1 and plan.feed.kind != "mask":
         return []
     opened = open_model(options, plan)
-    check_stages(plan, options.model, len(opened.job.units))
+    if plan.feed.kind == "mask":
+        check_filters(plan, opened.job, opened.batches)
+    else:
+        check_stages(plan, options.model, len(opened.job.units))
     return [opened]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pipedejavu.engine import Applied, Event, Log, Outcome, Read, Scored, UncutModel, Verdict, audit, judge
+from pipedejavu.engine import Applied, Event, Log, Outcome, UncutModel, Verdict, audit, judge
+from pipedejavu.engine.job import Masked, Read, Reread, Scored
 from pipedejavu.facts import Span, Timeline, WorkerSummary
 from pipedejavu.facts.printable import tell
 from pipedejavu.launch.worker import Move
@@ -107,14 +108,16 @@ def _one(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (inputs,), {}
 
 
+_PLAIN = {kind.__name__: kind for kind in (Read, Reread, Scored, Masked)}
+"""Events of plain numbers."""
+
+
 def _log(facts: dict[str, Any]) -> Log:
     """Returns a worker's log from its JSON form."""
     events: list[Event] = []
     for kind, *fields in facts.get("events", ()):
-        if kind == "Read":
-            events.append(Read(*fields))
-        elif kind == "Scored":
-            events.append(Scored(*fields))
+        if kind in _PLAIN:
+            events.append(_PLAIN[kind](*fields))
         else:
             piece, replica, version, microbatches, coefficient = fields
             events.append(Applied(piece, replica, version, tuple(microbatches), coefficient))

@@ -300,7 +300,7 @@ class Rank:
     def _evaluate(self, evaluation: RankEvaluation, update: int, handlers: Handlers) -> None:
         """Evaluates on all ranks, and adds the figures to the metrics."""
         started_s = time.perf_counter()
-        if self.program.plan.feed.kind == "own":  # other replicas may still be at an earlier update
+        if self.program.plan.feed.is_own:  # other replicas may still be at an earlier update
             dist.barrier()
         evaluated = evaluation.run(update, handlers, self.session.workers.add_up)
         took_s = time.perf_counter() - started_s
@@ -324,7 +324,7 @@ class Rank:
 
     def _save(self, saver: Saver, update: int, is_last: bool) -> None:
         """Copies this rank's share of the state; the saver writes it in the background."""
-        is_apart = self.program.plan.feed.kind == "own"
+        is_apart = self.program.plan.feed.is_own
         if is_apart:  # other replicas may still be at an earlier update
             dist.barrier()
         tensors = self.session.take_state()

@@ -108,6 +108,22 @@ class Feed(Record):
     """Whether shares or masks follow the measured speeds during the run."""
     budgets: tuple[Share, ...] | None = Field(default=None, min_length=1)
     """For `mask`: the share of the full computation that each replica can afford."""
+    later_budgets: tuple[tuple[Share, ...], ...] = ()
+    """For `mask`: budgets that follow in turn, each row for as many updates as there are between two averages; after
+    the last row `budgets` hold again."""
+    drops: tuple[tuple[Share, ...], ...] = ()
+    """For `mask`: vectors to choose from, each with the share of filters to drop per group of filters; by default the
+    same share for all groups."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether each replica makes updates of its own, from its own samples."""
+        return self.kind in ("own", "mask")
+
+    def budgets_at(self, period: int) -> tuple[float, ...]:
+        """Returns each replica's budget in a period between two averages; empty without budgets."""
+        rows = [self.budgets, *self.later_budgets] if self.budgets else [()]
+        return rows[period % len(rows)]
 
     def __str__(self) -> str:
         return self.kind + ("*" if self.is_controlled else "")

@@ -75,7 +75,8 @@ class Preset(Record):
         """Returns the feed with a budget per replica, and with so many samples per microbatch."""
         feed = self.plan.feed
         if feed.budgets:
-            feed = feed.replace(budgets=tuple(feed.budgets[i % len(feed.budgets)] for i in range(replicas)))
+            rows = [_resized(row, replicas) for row in (feed.budgets, *feed.later_budgets)]
+            feed = feed.replace(budgets=rows[0], later_budgets=tuple(rows[1:]))
         return feed if samples is None else feed.replace(samples=samples)
 
     def _trimmed(self, trim: int) -> Plan:
@@ -95,6 +96,10 @@ class Preset(Record):
             f"plan '{self.plan.name}' makes each update of {fixed}, not {microbatches}; leave --microbatches out and"
             f" give larger ones with --samples{remedy}"
         )
+
+
+def _resized(budgets: tuple[float, ...], replicas: int) -> tuple[float, ...]:
+    return tuple(budgets[i % len(budgets)] for i in range(replicas))
 
 
 def _is_same(one: Preset, other: Preset) -> bool:

@@ -6,6 +6,7 @@ from pipedejavu.plan.correction_rule import CORRECTION_RULES
 from pipedejavu.plan.expert_rule import EXPERT_RULES, expert_facts
 from pipedejavu.plan.late_rule import LATE_RULES
 from pipedejavu.plan.layout_rule import LAYOUT_RULES
+from pipedejavu.plan.mask_rule import MASK_RULES
 from pipedejavu.plan.operator_rule import OPERATOR_RULES, operator_facts
 from pipedejavu.plan.plan import Plan
 from pipedejavu.plan.plan_rule import Rule, num_replicas, ties_cross_stages
@@ -75,6 +76,7 @@ RULES = (
     *OPERATOR_RULES,
     *CORRECTION_RULES,
     *LATE_RULES,
+    *MASK_RULES,
     Rule(
         lambda plan, _: plan.place.kind == "bidirectional" and plan.place.workers % 2 == 1,
         "a bidirectional place pairs workers, and {workers} is odd",
@@ -303,11 +305,6 @@ RULES = (
         lambda plan, _: plan.order.rows is not None and not is_written_out(plan),
         "order.rows must give each of the {workers} workers F and later B of each of the {m} microbatches once",
         "write a row for each worker, such as 'F0 F1 B0 B1' for two microbatches",
-    ),
-    Rule(
-        lambda plan, _: plan.feed.kind == "mask" and len(plan.feed.budgets or ()) != plan.place.replicas,
-        "feed 'mask' needs a budget for each of the {replicas} replicas",
-        "set feed.budgets to that many numbers between 0 and 1",
     ),
     Rule(
         lambda plan, _: plan.precision.masters not in _MASTERS.get(plan.precision.compute, ("none",)),

@@ -46,7 +46,7 @@ ZERO_RULES = (
         "set reduce.wire to 'reduce-scatter'",
     ),
     Rule(
-        lambda plan, _: _is_zero(plan) and (plan.reduce.combiner != "sum" or plan.feed.kind == "own"),
+        lambda plan, _: _is_zero(plan) and (plan.reduce.combiner != "sum" or plan.feed.is_own),
         "keep '{keep}' makes one update of the gradients of all replicas; combiner '{combiner}' with feed '{feed}' does"
         " not",
         "set reduce.combiner to 'sum' and feed.kind to 'microbatch', or use keep 'replicated'",

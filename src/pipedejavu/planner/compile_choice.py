@@ -40,6 +40,9 @@ class CompiledPlan(NamedTuple):
     profile: Profile
 
 
+_MASKED = "feed 'mask' runs units with other sizes in each update, and compiled units have one"
+
+
 def asked_plan(plan: Plan, mode: CompileMode) -> Plan | None:
     """Returns the plan with its units compiled or not, as the user or the plan asks; None if measurements decide."""
     if mode == "on" or (mode == "auto" and plan.is_compiled):
@@ -127,6 +130,8 @@ def check_order(plan: Plan) -> None:
             f"order '{plan.order.kind}' splits the backward, which compiled units cannot do; leave compile at auto or"
             " off, or use order '1f1b'"
         )
+    if plan.feed.kind == "mask":
+        raise InputError(f"{_MASKED}; leave compile at auto or off, or use another plan")
 
 
 def read_mode(choice: object) -> CompileMode:
@@ -149,6 +154,8 @@ def _refusal(plan: Plan, profile: Profile, machine: Machine, steps: int) -> str:
     """Returns why the units of a plan are not compiled, as far as it is known before they are measured."""
     if plan.splits_backward:
         return f"order '{plan.order.kind}' splits the backward, which compiled units cannot do"
+    if plan.feed.kind == "mask":
+        return _MASKED
     if missing := _missing(_types(plan, machine)):
         return missing
     step_s, cost_s = _step_s(plan, profile, machine), _cost_s(plan, profile, machine)

@@ -46,8 +46,9 @@ def measure_profile(
 
     `ties` are the full names of parameters that units share. The profile has the time at each size and the line through
     them; bytes are those of the last size. The units must be the same at all sizes. They compute in `precision`. With a
-    `compiler` they are timed compiled, and the bytes that they save are those of compiled units, while FLOP and temporary
-    bytes are those of eager ones. Each kind is measured within what `around` has for it. What the budget leaves out is estimated and marked.
+    `compiler` they are timed compiled, and what they save has the bytes of compiled units, while FLOP and temporary
+    bytes are those of eager ones. Each kind is measured within what `around` has for it. What the budget leaves out is
+    estimated and marked.
     """
     last, budget = unit_samples[-1], budget or TimeBudget()
     form = ComputeFormat.of(precision, [module for _, module in last.units])

@@ -71,6 +71,12 @@ def _local_steps(workers: int, samples: int, steps: int) -> Plan:
     )  # fmt: skip
 
 
+def _masked(workers: int, samples: int, steps: int) -> Plan:
+    plan = preset("distreal").at(workers=workers, samples=samples)
+    rounds = max(1, steps // workers // plan.reduce.period)
+    return plan.replace(feed=plan.feed.replace(is_controlled=False), steps=rounds * plan.reduce.period)
+
+
 def _own(workers: int) -> int:
     return workers
 
@@ -97,5 +103,6 @@ ALGORITHMS = (
     Algorithm(name="easgd", family="server", plan=_server("easgd"), replicas=_own),
     Algorithm(name="easgd-sync", family="server", plan=_server("easgd-sync"), replicas=_own),
     Algorithm(name="local-steps", family="server", plan=_local_steps, replicas=_own),
+    Algorithm(name="distreal", family="server", plan=_masked, replicas=_own),
     Algorithm(name="zeno", family="server", plan=_synchronous("zeno")),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from pipedejavu.plan import Plan
 from pipedejavu.planner.profiling import estimate_task
 from pipedejavu.profile import cut_model
 from pipedejavu.profile.model_cut import ModelCut
+from pipedejavu.profile.unit_graph import unit_graphs
 from pipedejavu.program import Program
 from pipedejavu.program import compile as compile_plan
 from pipedejavu.reproduce.learning_rate import hold_out
@@ -148,7 +149,15 @@ class StudyRun:
     def job(self, **more: Any) -> Job:
         """Returns the job; losses that are no numbers do not end it."""
         loss = loss_of(self.cut, self.task.loss)
-        return Job(units=self.cut.units, loss=loss, optimizer=self.optimizer, seed=self.seed, on_nan="skip", **more)
+        return Job(
+            units=self.cut.units,
+            loss=loss,
+            optimizer=self.optimizer,
+            seed=self.seed,
+            on_nan="skip",
+            graphs=unit_graphs,
+            **more,
+        )
 
     def train(
         self,

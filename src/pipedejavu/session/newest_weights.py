@@ -64,7 +64,7 @@ def final_replicas(program: Program, units: Units) -> list[int]:
     """Returns the replicas that hold the weights which a run would end with, and the buffers of its first replica."""
     pieces = {key for worker in range(len(program.workers)) for key in pieces_of(program, worker)}
     last = source_replica(program, pieces)
-    is_common = program.plan.version.kind == "sync" and program.plan.feed.kind != "own"
+    is_common = program.plan.version.kind == "sync" and not program.plan.feed.is_own
     has_statistics = any(True for name, module in units for _ in _saved_buffers(name, module))
     if not is_common or last == program.num_replicas or has_statistics:
         return [last]

@@ -315,7 +315,7 @@ class TrainerPlan:
 
 def may_pad(plan: Plan) -> bool:
     """Whether a batch may have fewer samples than the plan has microbatches: if all add up to one update."""
-    return plan.version.kind == "sync" and plan.feed.kind != "own" and plan.reduce.combiner == "sum"
+    return plan.version.kind == "sync" and not plan.feed.is_own and plan.reduce.combiner == "sum"
 
 
 def _sized(plan: str | Plan, workers: int) -> Plan:

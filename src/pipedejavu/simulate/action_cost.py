@@ -62,13 +62,23 @@ class ActionCosts:
     def of(self, graph: Graph) -> list[ActionWork]:
         """Returns the work of every operation."""
         known, joint, workers = self._known, graph.joint, self.program.workers
+        has_budgets = self.plan.feed.budgets is not None
         works = []
         for op, (worker, position) in enumerate(graph.members):
             a = workers[worker].actions[position]
             if a[0] == RECV:  # the cost is that of the SEND
                 worker, position = next(m for m in joint[op] if m[0] != worker)
                 a = workers[worker].actions[position]
-            key = (worker, a[0], a[1], a[2], a[5], a[6], self.sizes.samples(a[3]))
+            key = (
+                worker,
+                a[0],
+                a[1],
+                a[2],
+                a[5],
+                a[6],
+                self.sizes.samples(a[3]),
+                self._budget(a) if has_budgets else 1.0,
+            )
             work = known.get(key)
             if work is None:
                 work = known[key] = self._work(a, worker)
@@ -154,12 +164,18 @@ class ActionCosts:
         if a.kind == ActionKind.FORWARD and self._makes_targets(a.piece, worker):
             loading = self.program.profile.batch.get(self._device(worker).kind)
             time += loading.at(samples) if loading else 0.0
-        if self.plan.feed.budgets:
-            time *= self.plan.feed.budgets[a.replica]
+        time *= self._budget(a)
         time = time / self.plan.tensor_shards + self._sums(a, samples)
         if more := added_updates(self.program, a):
             time += more * sum(t.update_s for t in times)
         return ActionWork(0.0, time, issue_s=issue)
+
+    def _budget(self, a: Action) -> float:
+        """Returns the share of the computation that an action's replica can afford in its update."""
+        if not self.plan.feed.budgets or a.microbatch < 0:
+            return 1.0
+        update = a.microbatch // self.program.update_size
+        return self.plan.feed.budgets_at(update // self.plan.reduce.period)[a.replica]
 
     def _sums(self, a: Action, samples: float) -> float:
         """Returns the time of the collectives inside a piece's divided units."""
