@@ -187,8 +187,7 @@ class Replay:
             self._check_clipping(event)
         summed = {n: self._summed(microbatches, piece, n) for n in base}
         summed = self.correction.compensated(summed, base, self.read[piece, microbatches[0]], coefficient)
-        key = (piece, self.center if on_server else replica)
-        count = self.served[piece] if on_server else update
+        key, count = (piece, self.center if on_server else replica), self.served[piece] if on_server else update
         optimizer = self.correction.optimizer(piece, count)
         stepper = self.masks.optimizer(optimizer, replica, update) if self.masks else optimizer
         deltas = dict(stepper.deltas(count, base, summed, self.state[key], coefficient))

@@ -340,8 +340,7 @@ class Handlers(JoinedState):
             received = dict(zip(names, tensors, strict=True))
             self.values[value_of(a)] = as_leaves(received) if a.what == ValueKind.WEIGHTS else received
         else:
-            is_tuple = len(tensors) > 1 or a.what == ValueKind.GRADIENT
-            self.values[value_of(a)] = tensors if is_tuple else tensors[0]
+            self.values[value_of(a)] = tensors if len(tensors) > 1 or a.what == ValueKind.GRADIENT else tensors[0]
 
     def _key(self, a: Action) -> tuple[object, ...]:
         size = self.batches.length(self.first_microbatch + a.microbatch) if a.microbatch >= 0 else 0
