@@ -190,10 +190,8 @@ class Handlers(JoinedState):
         if not self.program.keeps_saved(a.piece):
             self.values[key] = self._run_piece(a, keeps_buffers=True)[1]
             return
-        weights, number = (
-            self.values[Value.weights(a.piece, a.replica, a.version)],
-            self.first_microbatch + a.microbatch,
-        )
+        weights = self.values[Value.weights(a.piece, a.replica, a.version)]
+        number = self.first_microbatch + a.microbatch
         head = self._head(a)
         output, saved = self._runner(a).forward_again(weights, self.values[key], number, head)
         ends = self.program.pieces[a.piece].units[-1] in self.program.recomputed[a.piece]

@@ -317,10 +317,9 @@ class Rank:
         took_s = time.perf_counter() - started_s
         self.paused_s += took_s
         if self.collector:
-            self.collector.add_evaluation(
-                {"evaluated": update, "epoch": evaluated.epoch, "count": evaluated.result.num_items},
-                evaluated.result.figures(), time.perf_counter() - self.reporter.started_s, took_s,
-            )  # fmt: skip
+            about = {"evaluated": update, "epoch": evaluated.epoch, "count": evaluated.result.num_items}
+            at_s = time.perf_counter() - self.reporter.started_s
+            self.collector.add_evaluation(about, evaluated.result.figures(), at_s, took_s)
 
     def _check_replicas(self, update: int, handlers: Handlers) -> None:
         """Raises WorkerError, on all ranks, if replicas that share every update hold different weights."""
@@ -345,9 +344,8 @@ class Rank:
         self.reporter.send()  # before this shard counts as written, so that the metrics have every step before it
         facts = {
             "norm": self.session.take_norm(), "parts": self.program.parts, "fingerprints": self.start.fingerprints,
-            **self.members.facts(update),
         }  # fmt: skip
-        fields = Settings.of(self.options, self.program).in_manifest(facts)
+        fields = Settings.of(self.options, self.program).in_manifest(facts | self.members.facts(update))
         about = ManifestFields(update, self.order.samples(update), fields, self.collector)
         saver.save(update, tensors, about, is_last=is_last, absent=absent)
 
