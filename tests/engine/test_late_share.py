@@ -69,6 +69,11 @@ def plain_loop(case):
     return {name: p.detach() for name, p in named.items()}
 
 
+def name_of(value: object) -> str:
+    """Returns a name for a case that is the same in every process."""
+    return "-".join(value) if isinstance(value, dict) else str(value)
+
+
 @pytest.mark.parametrize(
     ("model", "version", "more"),
     [
@@ -82,7 +87,7 @@ def plain_loop(case):
         ("gpt", LATE, {"optimizer": ADAMW, "workers": 2}),
         ("gpt", PREDICTED, {"optimizer": ADAMW, "workers": 2, "rounds": 2}),
     ],
-    ids=str,
+    ids=name_of,
 )
 def test_a_late_share_equals_the_plain_loop_and_its_replay(make, model, version, more):
     case = late(make, model, version, **more)
@@ -103,7 +108,7 @@ def test_a_late_share_equals_the_plain_loop_and_its_replay(make, model, version,
                         "feed": Feed(kind="share", microbatches=5, shares=(0.2, 0.4, 0.2, 0.2))}),
         ("late-share", {"workers": 1, "feed": FEED, "clip": "delayed", "clip_norm": 0.05}),
     ],
-    ids=str,
+    ids=name_of,
 )  # fmt: skip
 def test_late_shares_of_other_plans_equal_their_replay(make, name, more):
     case = make(name, steps=4, rounds=2, **{"version": LATE} | more)

@@ -30,7 +30,9 @@ def study(optimizer):
                          test=test, machine=MACHINE, devices=devices)  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", [Sgd(lr=0.1, momentum=0.9), AdamW(lr=0.01, weight_decay=0.0)], ids=repr)
+@pytest.mark.parametrize(
+    "optimizer", [Sgd(lr=0.1, momentum=0.9), AdamW(lr=0.01, weight_decay=0.0)], ids=["sgd", "adamw"]
+)
 def test_one_worker_in_the_order_of_arrival_is_synchronous_training(optimizer):
     each = study(optimizer)
     exact = train(each, SMALL, Synchronisation("coarse", Version()), 16, 0, optimizer.lr)

@@ -65,8 +65,6 @@ class Applier:
         if job.byzantine is not None:
             job.byzantine.check(self.plan, program.num_replicas)
         self.first_version = 0
-        self.served: dict[int, int] = {}
-        """The number of updates that the server has made, by piece."""
         self.pushed: dict[PieceReplica, dict[int, Tensors]] = {}
         """The push of each piece in each wave whose consensus it has not pulled yet."""
         self.correction = Correction(program, job)
@@ -271,11 +269,10 @@ class Applier:
             if self.correction.compensates:
                 read = self.pulled.get((piece, replica)) or moved(self.runners[key].initial, self.device)
                 pushed = compensate(pushed, cell, read, self.plan.version.compensation, coefficient)
-            count = self.served.get(piece, 0)
-            self.served[piece] = count + 1
             # A worker of the same process may still use what it has pushed: the gradients stay as they are.
-            self.job.optimizer.step(count, cell, pushed, self.state.setdefault(key, {}), coefficient, out=cell)
             number = self.first_version + a.version
+            state = self.state.setdefault(key, {})
+            self.job.optimizer.step(number - 1, cell, pushed, state, coefficient, out=cell)
             self.log.events.append(Applied(piece, replica, number, self._microbatches(replica, update), coefficient))
             made = as_leaves({n: w.clone() for n, w in cell.items()})
             self.values[Value.weights(piece, replica, a.version)] = made

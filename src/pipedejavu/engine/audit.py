@@ -97,7 +97,6 @@ class Replay:
         self.norms: dict[int, float] = {}
         self.state: dict[tuple[int, int], dict[str, Tensors]] = defaultdict(dict)
         self.cells = {p: {n: w.clone() for n, w in initial.items()} for p, initial in enumerate(self.initial)}
-        self.served: dict[int, int] = defaultdict(int)
         self.skipped: set[int] = set()
         """Versions whose update the run skipped."""
         self.masks = masks_of_replay(program, job, batches, self.runners)
@@ -187,10 +186,10 @@ class Replay:
             self._check_clipping(event)
         summed = {n: self._summed(microbatches, piece, n) for n in base}
         summed = self.correction.compensated(summed, base, self.read[piece, microbatches[0]], coefficient)
-        key, count = (piece, self.center if on_server else replica), self.served[piece] if on_server else update
-        optimizer = self.correction.optimizer(piece, count)
+        key = (piece, self.center if on_server else replica)
+        optimizer = self.correction.optimizer(piece, update)
         stepper = self.masks.optimizer(optimizer, replica, update) if self.masks else optimizer
-        deltas = dict(stepper.deltas(count, base, summed, self.state[key], coefficient))
+        deltas = dict(stepper.deltas(update, base, summed, self.state[key], coefficient))
         if center:
             pull = self.job.optimizer.rate(update) * self.job.elasticity
             deltas = {n: d - pull * (base[n] - center[n]) for n, d in deltas.items()}
@@ -205,7 +204,6 @@ class Replay:
         update, reduce = version - 1, self.plan.reduce
         if on_server:
             self.cells[piece] = new
-            self.served[piece] += 1
         if reduce.gate == "bound":
             self.pushes[piece, replica, self._wave(update)].append(deltas)
         if reduce.combiner == "average" and (update % self.plan.steps + 1) % reduce.period == 0:

@@ -169,7 +169,7 @@ def take_norm(handlers: Handlers) -> float | None:
     return handlers.values.get(Value.norm(steps - 1)) if is_needed else None
 
 
-def put_state(handlers: Handlers, update: int, source: Source, norm: float | None = None) -> None:
+def put_state(handlers: Handlers, source: Source, norm: float | None = None) -> None:
     """Loads state into a worker before its first round; raises InputError if it does not fit.
 
     `update` is the number of updates that the state has had.
@@ -190,8 +190,6 @@ def put_state(handlers: Handlers, update: int, source: Source, norm: float | Non
         handlers.applier.state[key] = _state(handlers, key, runner, source)
         _put_correction(handlers, key, runner, source)
         put_lows(handlers, key, _lows(handlers, key, runner, source))
-        if plan.reduce.gate == "lock":
-            handlers.applier.served[key[0]] = update * handlers.program.num_replicas
         for name, tensor in runner.frozen.items():
             loaded = _find(handlers, source, key[1], "weight", name)
             if loaded is None:  # older checkpoints save them as buffers
@@ -238,7 +236,7 @@ def take_all(threads: Threads) -> Tensors:
 def put_all(threads: Threads, update: int, source: Source, norm: float | None = None) -> None:
     """Loads state into all workers; their next round begins with this update."""
     for handlers in threads.handlers:
-        put_state(handlers, update, source, norm)
+        put_state(handlers, source, norm)
     threads.updates = update
 
 

@@ -92,7 +92,7 @@ class AllRanks:
         """Returns False: with such a rank the run would end."""
         return False
 
-    def facts(self, update: int) -> dict[str, Any]:  # noqa: ARG002
+    def facts(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps of the members: nothing."""
         return {}
 
@@ -110,8 +110,6 @@ class LivingRanks:
         self.replicas = {worker: replica_of(program, worker) for worker in range(self.lead)}
         self.left: dict[int, int] = {}
         """Replicas that have left, with the last of their updates: the table in the log of this rank's worker."""
-        self.served: dict[int, int] = {}
-        """By piece, the updates that this rank's worker has made as a server."""
         self._update = self._meetings = 0
         self._told: set[int] = set()
 
@@ -122,7 +120,7 @@ class LivingRanks:
 
     def follow(self, run: RankRun) -> None:
         """Lets a server go on without workers that die, and follows its log."""
-        self.left, self.served = run.handlers.log.left, run.handlers.applier.served
+        self.left = run.handlers.log.left
         run.wire.outlives_peers = self.rank == self.lead
 
     def open(self) -> None:
@@ -151,11 +149,9 @@ class LivingRanks:
         """Whether the process of a rank has ended."""
         return self.store.check([f"dead/{rank}"])
 
-    def facts(self, update: int) -> dict[str, Any]:
-        """Returns what a checkpoint keeps, on the lead: who has left, and how many updates the server has made."""
-        served = sum(self.served.values())  # a server that outlives its workers has one piece
-        is_usual = not self.left and served == update * len(self.replicas)
-        return {} if is_usual else {"left": self.left, "served": served}
+    def facts(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps, on the lead: who has left."""
+        return {"left": self.left} if self.left else {}
 
     def departures(self, steps: int) -> Iterator[Departure]:
         """Yields, on the lead, each worker that has died since the last call, in a run of so many steps."""

@@ -345,7 +345,7 @@ class Rank:
         facts = {
             "norm": self.session.take_norm(), "parts": self.program.parts, "fingerprints": self.start.fingerprints,
         }  # fmt: skip
-        fields = Settings.of(self.options, self.program).in_manifest(facts | self.members.facts(update))
+        fields = Settings.of(self.options, self.program).in_manifest(facts | self.members.facts())
         about = ManifestFields(update, self.order.samples(update), fields, self.collector)
         saver.save(update, tensors, about, is_last=is_last, absent=absent)
 

@@ -29,8 +29,6 @@ class SavedFacts(Record):
     scheduler: dict[str, Any] | None = None
     left: dict[int, int] = Field(default={})
     """Replicas whose workers had died while the others went on, with the last of their updates."""
-    served: int = Field(default=0, ge=0, lt=2**63)
-    """Updates that a server has made, if replicas have left; otherwise one for each of them per step."""
     candidates: dict[str, Any] | None = None
     """Results of the initialisation trials before the run."""
 

@@ -108,7 +108,7 @@ class RankWorker:
 
     def put_state(self, update: int, source: Source, norm: float | None) -> None:
         """Replaces the state of the worker; its next round begins with `update`."""
-        put_state(self._handlers, update, source, norm)
+        put_state(self._handlers, source, norm)
         if self._rounds is not None:
             self._rounds.updates = update
 
@@ -153,8 +153,6 @@ class TrainingSession:
             lambda name: checkpoint.tensor(name) if name in saved else None,
             facts.norm,
         )
-        for worker in self.workers.handlers if facts.served else ():
-            worker.applier.served.update(dict.fromkeys(worker.applier.served, facts.served))
         self.replicas.agreed = checkpoint.step
         set_random_state(checkpoint, self.workers.rank, self.workers.generator_device)
 
