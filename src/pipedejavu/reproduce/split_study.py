@@ -24,10 +24,11 @@ from pipedejavu.program import compile as compile_plan
 from pipedejavu.report import Compared, ExperimentFindings, FindingsTable
 from pipedejavu.reproduce.cell_chain import CellChain
 from pipedejavu.reproduce.experiment import Setting
+from pipedejavu.reproduce.image_model import image_note, image_task
 from pipedejavu.reproduce.training_study import CPU, hosts_with_cpus
 from pipedejavu.simulate import simulate
 from pipedejavu.source.task import SampleOrder, loss_of
-from pipedejavu.zoo import Task, build, open_data
+from pipedejavu.zoo import Task, open_data
 from pipedejavu.zoo.form import ImageForm
 from pipedejavu.zoo.loss import cross_entropy
 
@@ -70,15 +71,16 @@ def run(setting: Setting) -> ExperimentFindings:
         (), [FindingsTable("Simulated", heads, rows),
              FindingsTable("Run on two CPU workers, in turns", _REAL_HEADS, real)],
         [f"The analytical split is faster {answer}. Memory follows the cut: early stages hold large images."],
-        ["The real runs are of two threads on this machine; other load shows in them, and their ratio is of medians."],
+        [*([] if setting.scale == "quick" else [image_note()]),
+         "The real runs are of two threads on this machine; other load shows in them, and their ratio is of medians."],
     )  # fmt: skip
 
 
 def _models(setting: Setting) -> dict[str, Callable[[str | None], Task]]:
     cells = partial(_cell_task, *setting.pick((8, 2), (16, 6), (64, 6)))
     every: dict[str, Callable[[str | None], Task]] = {
-        "VGG19": lambda device: build("vgg19", device=device, data="random:64"),
-        "ResNet-50": lambda device: build("resnet50", device=device, data="random:64", side=32),
+        "VGG19": partial(image_task, "vgg19"),
+        "ResNet-50": partial(image_task, "resnet50"),
         "AmoebaNet-like": cells,
     }
     return {"AmoebaNet-like": cells} if setting.scale == "quick" else every
