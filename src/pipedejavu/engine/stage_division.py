@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from pipedejavu.engine.device import device_of
 from pipedejavu.engine.job import Batches, Job
+from pipedejavu.engine.padding import filled_targets
 from pipedejavu.engine.recompute_span import tensors_of
 from pipedejavu.facts import InputError
 from pipedejavu.program import Program
@@ -58,7 +59,7 @@ class Divisions:
     def of(self, microbatch: int) -> tuple[Shapes, dict[int, Division]]:
         """Returns the shapes of a microbatch's inputs, and the division of each stage's units for them."""
         inputs = self.batches.inputs(microbatch)
-        targets = self.batches.targets(microbatch) if self.divides_loss else ()
+        targets = filled_targets(self.batches.targets(microbatch)) if self.divides_loss else ()
         shapes = tuple(tuple(tensor.shape) for tensor in (*tensors_of(inputs), *target_tensors(targets)))
         if shapes not in self._known:
             self._known[shapes] = self._find(inputs, targets)

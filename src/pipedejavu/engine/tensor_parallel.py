@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipedejavu.engine.device import device_of
+from pipedejavu.engine.padding import without_padding
 from pipedejavu.engine.recompute_span import tensors_of
 from pipedejavu.engine.stage_division import Divisions, Shapes, stage_units, target_tensors
 from pipedejavu.engine.wire import Wire
@@ -94,7 +95,9 @@ class DividedStages:
         graph = self._losses.get((self.program.pieces[piece].stage, replica))
         if graph is None:
             return None
-        return lambda output, targets: one_tensor(graph((*tensors_of(output), *target_tensors(targets))))
+        return without_padding(
+            lambda output, targets: one_tensor(graph((*tensors_of(output), *target_tensors(targets))))
+        )
 
 
 def one_tensor(value: Any) -> Tensor:

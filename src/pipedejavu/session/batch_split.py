@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipedejavu.engine.padding import Padding
 from pipedejavu.facts import InputError
 from pipedejavu.facts.printable import tell
 from pipedejavu.profile import ModelCut
@@ -15,21 +16,6 @@ from pipedejavu.program.share import divide
 from pipedejavu.source.loss_reduction import Reduction
 from pipedejavu.source.task import describe_form
 from pipedejavu.source.user_batch import UserBatch
-
-
-class Padding(NamedTuple):
-    """The targets of a microbatch that a short batch has no samples for; the samples that fill it do not count."""
-
-    targets: Any
-
-
-def without_padding(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
-    """Returns a loss that is 0, with gradients of 0, for samples that only fill a microbatch."""
-
-    def total(output: Any, targets: Any) -> Tensor:
-        return loss(output, targets.targets) * 0 if isinstance(targets, Padding) else loss(output, targets)
-
-    return total
 
 
 class BatchSplit:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from pipedejavu.engine import Job, Optimizer
 from pipedejavu.engine.device import device_of
+from pipedejavu.engine.padding import without_padding
 from pipedejavu.facts import InputError, Machine, Profile, format_seconds
 from pipedejavu.facts.measurement import MEASURE_S
 from pipedejavu.facts.printable import tell
@@ -32,7 +33,7 @@ from pipedejavu.program.tp_group import written_out
 from pipedejavu.run.measure_bar import show_measuring
 from pipedejavu.runtime.compiled_unit import UnitCompiler
 from pipedejavu.search import RankedPlan, SearchOptions
-from pipedejavu.session.batch_split import BatchSplit, without_padding
+from pipedejavu.session.batch_split import BatchSplit
 from pipedejavu.session.torch_optimizer import check_whole_state, kinds_of_whole
 from pipedejavu.session.trainer_ranks import TrainerRanks
 from pipedejavu.simulate import check_fit, simulate
