@@ -122,7 +122,8 @@ def solve(subspace: SearchSubspace, costs: StageCosts, limit_s: float = inf, ste
             least = probe
         elif lower.time_s < limit_s:
             best, limit_s = lower, lower.time_s
-        bound = (limit_s - path.sum_s) * (1 - EXACT)
+        # A difference of nearly equal numbers has the rounding of both, so it comes down by a share of the time itself.
+        bound = limit_s * (1 - EXACT) - path.sum_s
         probe = (least + bound) / 2
         tables = [table.within(bound) for table in tables]
     return None if best is None else _candidate(subspace, costs, best)
