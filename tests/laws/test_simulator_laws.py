@@ -135,9 +135,22 @@ def test_data_parallelism_adds_a_ring_all_reduce(n, m, work, latency, cost):
     assert prediction.makespan_s == pytest.approx(m * 3 * work + ring + 0.25, rel=1e-9)
 
 
+def by_sample(profile):
+    """The same times for one sample, as work that a group divides, and not as fixed times, which stay."""
+    units = []
+    for unit in profile.units:
+        parts = ("forward", "backward", "weight_backward", "recompute")
+        times = {
+            kind: time.replace(**{part: Cost(per_sample_s=getattr(time, part).fixed_s) for part in parts})
+            for kind, time in unit.times.items()
+        }
+        units.append(unit.replace(times=times))
+    return profile.replace(units=tuple(units))
+
+
 def test_megatron_has_two_all_reduces_in_each_direction_of_a_block():
     plan, link = at("megatron", 4, 1), Link(bytes_per_s=1.0, latency_s=0.5)
-    prediction = run(plan, model([(1.0, 2.0), (1.0, 2.0)]), computer(["here"] * 4, link))
+    prediction = run(plan, by_sample(model([(1.0, 2.0), (1.0, 2.0)])), computer(["here"] * 4, link))
     ring = 2 * (4 - 1) * (0.5 + 10 / 4)
     times = {s.action: s.end_s - s.start_s for s in prediction.timeline().spans()}
     assert times["F0.0@0"] == pytest.approx(1.0 / 4 + 2 * ring)  # one after the attention's rows, one after the MLP's
@@ -151,7 +164,8 @@ def test_divided_sequences_have_the_collectives_of_a_block():
     gradients = 2 * (4 - 1) * (0.5 + 100 / 4)
     wanted = {"sequence": (2 * ring, 2 * ring + 2 * gather), "context": (4 * exchange, 4 * exchange + gradients)}
     for name, (forward, backward) in wanted.items():
-        prediction = run(at(name, 4, 1), model([(1.0, 2.0), (1.0, 2.0)]), computer(["here"] * 4, link))
+        profile = by_sample(model([(1.0, 2.0), (1.0, 2.0)]))
+        prediction = run(at(name, 4, 1), profile, computer(["here"] * 4, link))
         times = {s.action: s.end_s - s.start_s for s in prediction.timeline().spans()}
         assert times["F0.0@0"] == pytest.approx(1.0 / 4 + forward)
         assert times["B1.0@0"] == pytest.approx(2.0 / 4 + backward)

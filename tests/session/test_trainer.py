@@ -42,6 +42,7 @@ def batch(size: int, seed: int = 0):
     return inputs, (inputs.sum(1) > 0).long()
 
 
+LATE = preset("late-share").at(workers=2, microbatches=4)
 PLANS = {"1f1b": 2, "ddp": 2, "zb-h1": 2, "chimera": 2, "interleaved": 2, "coarse": 2, "fine": 2}
 PLANS |= {"zero-offload": 1, "cotrain": 1, "l2l": 1, "stronghold": 1}
 
@@ -128,8 +129,9 @@ def test_a_batch_smaller_than_the_microbatches_of_several_updates_is_refused() -
         "easgd",
         "easgd-sync",
         "hetpipe",
-        "late-share",
+        LATE.replace(feed=LATE.feed.replace(shares=(0.75, 0.25))),  # those that are measured may be too small
     ],
+    ids=lambda plan: getattr(plan, "name", plan),
 )
 def test_steps_of_plans_without_a_flush_equal_their_replay(plan) -> None:
     trainer = Trainer(model(), loss, sample=batch(48), plan=plan, workers=2, optimizer=Sgd(lr=0.05, momentum=0.9))

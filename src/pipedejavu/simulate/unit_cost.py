@@ -56,6 +56,8 @@ def unit_costs(plan: Plan, costs: dict[str, float]) -> tuple[Plan, Profile, Mach
     parts = UNITS_OF_LAYER_MAJOR if is_layered else chunks * per_stage
 
     def cost(total: float) -> Cost:
+        if plan.place.shards > 1:  # a group divides the work of samples, and no fixed times
+            return Cost(per_sample_s=total / parts / plan.feed.samples)
         return Cost(fixed_s=total / parts)
 
     time = UnitTime(
