@@ -261,8 +261,17 @@ def test_replicated_stages_equal_their_replay(make, name):
         assert case.furthest(case.trained_plainly()) <= case.tolerance
 
 
-@pytest.mark.parametrize(("sizes", "microbatches"), [((3, 1), 4), ((1, 3), 5), ((2, 3), 4), ((3,), 4), ((2, 1, 2), 3)])
-@pytest.mark.parametrize("is_eager", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "microbatches", "is_eager"),
+    [
+        *[((3, 1), 4, False), ((2, 1, 2), 3, True)],
+        *[
+            pytest.param(*case, is_eager, marks=pytest.mark.slow)
+            for case in (((3, 1), 4), ((1, 3), 5), ((2, 3), 4), ((3,), 4), ((2, 1, 2), 3))
+            for is_eager in (False, True)
+        ],
+    ],
+)
 def test_replicas_of_a_stage_need_not_divide_the_microbatches(make, sizes, microbatches, is_eager):
     plan = preset("1f1b").plan
     case = make(

@@ -243,6 +243,7 @@ def test_an_interval_that_does_not_divide_a_run_without_a_flush_is_refused(name,
         plan_run(options, preset(name).at(workers=2, samples=3))
 
 
+@pytest.mark.slow
 def test_a_long_run_is_saved_as_often_as_pays() -> None:
     options, _, note = plan_run(OPTIONS.replace(steps=10**7), preset("1f1b").at(workers=2, samples=3, microbatches=2))
     assert options.checkpoint_every is not None

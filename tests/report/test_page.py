@@ -96,6 +96,7 @@ def test_the_address_sets_the_view_and_opens_an_action(open_page: Open, pipeline
     assert re.findall(r">([\d.]+ ms)<", axis)[0] == "8 ms"
 
 
+@pytest.mark.slow
 def test_bars_beyond_the_limit_are_counted_in_a_note(open_page: Open, as_timeline: Make) -> None:
     spans = [Span(0, "compute", f"F0.{m}@0", m * 1e-3, (m + 1) * 1e-3) for m in range(21_000)]
     document = open_page(as_timeline(spans))

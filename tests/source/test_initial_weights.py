@@ -95,6 +95,7 @@ def go(options: TrainOptions, folder: Path) -> Any:
     return train(options, program, str(folder))
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_of_another_and_resumes_without_them(tmp_path: Path) -> None:
     made = go(OPTIONS, tmp_path / "first").folder.model
     weights = tmp_path / "weights.safetensors"
