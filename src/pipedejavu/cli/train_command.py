@@ -146,6 +146,7 @@ def _train(
     from pipedejavu.launch import plan_run, train_rank
     from pipedejavu.run import RunFolder, check_logbooks, lock_run
     from pipedejavu.source.chosen_data import data_choice
+    from pipedejavu.source.hub_data import fetch_data
     from pipedejavu.source.model_source import check_sources
     from pipedejavu.source.task import Prepared
 
@@ -155,6 +156,7 @@ def _train(
     chosen, worker_hosts, prepared = Plan(), ranks.worker_hosts(), list[Prepared]()
     if ranks.is_first:
         check_logbooks(options.log)
+        fetch_data(data_choice(options))
         check_choice(data_choice(options))
         if not (start and start.step):
             check_sources(options)

@@ -11,6 +11,8 @@ from pipedejavu.facts import InputError, Record, nearest
 
 FIELDS = ("text", "prompt", "completion", "messages")
 """What a column can hold."""
+HUB = "hf:"
+"""What the name of a data set on the Hugging Face hub begins with."""
 NAMES = ("digits", "mnist", "cifar10", "stdlib", "random", "graph")
 """Data sets that are known by name; everything else is a path."""
 
@@ -44,7 +46,7 @@ class DataChoice(Record):
     @property
     def path(self) -> Path | None:
         """The file or folder of the data; None for a data set with a name."""
-        return Path(self.name) if self.name is not None and is_path(self.name) else None
+        return path_of(self.name) if self.name is not None and is_path(self.name) else None
 
     @property
     def column_names(self) -> dict[str, str]:
@@ -61,7 +63,15 @@ class DataChoice(Record):
 def is_path(name: str) -> bool:
     """Whether data is a file or folder rather than a data set with a name."""
     kind = name.partition(":")[0]
-    return kind not in NAMES and (bool(re.search(r"[/\\.]", name)) or Path(name).exists())
+    is_named = bool(re.search(r"[/\\.]", name)) or name.startswith(HUB) or Path(name).exists()
+    return kind not in NAMES and is_named
+
+
+def path_of(name: str) -> Path:
+    """Returns a file or folder; of a data set on the hub the folder in the cache that it is fetched into."""
+    from pipedejavu.data.token_cache import cache_path
+
+    return cache_path({"hub": name}) if name.startswith(HUB) else Path(name)
 
 
 def parse_columns(text: str | None) -> Mapping[str, str]:
@@ -87,8 +97,9 @@ def check_choice(choice: DataChoice) -> None:
         raise InputError("--eval holds out a part of --data, and --eval-data names other data; give one of them")
     if 1 < choice.held_out != round(choice.held_out):
         raise InputError(f"--eval is a share below 1 or a whole number of samples, not {choice.held_out:g}")
-    for named in (path, choice.tokenizer, choice.evaluation if is_path(choice.evaluation or "") else None):
-        if named is not None and not Path(named).exists():
+    evaluation = choice.evaluation if is_path(choice.evaluation or "") else None
+    for named in (choice.name if path else None, choice.tokenizer, evaluation):
+        if named is not None and not path_of(named).exists():
             raise InputError(f"cannot read {named}: there is no such file or folder")
     if path is None and (choice.columns or choice.tokenizer):
         option = "--columns" if choice.columns else "--tokenizer"

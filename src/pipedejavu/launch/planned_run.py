@@ -38,6 +38,7 @@ from pipedejavu.run.run_folder import RunStart
 from pipedejavu.session.rank_group import RankGroup
 from pipedejavu.source.chosen_data import data_choice
 from pipedejavu.source.graph_plan import check_blocks
+from pipedejavu.source.hub_data import fetch_data
 from pipedejavu.source.initial_weights import describe_dtype
 from pipedejavu.source.model_source import check_sources
 from pipedejavu.source.precision import trained_dtype
@@ -78,7 +79,9 @@ def plan_run(
     options = TrainOptions.from_json(ranks.broadcast(options.to_json().encode()))
     start = start or RunStart()
     origin = "" if start.step else _check_sources(options, ranks)
-    check_choice(data_choice(options))
+    choice = data_choice(options)
+    fetch_data(choice)
+    check_choice(choice)
     plan = written_out(Plan.from_json(ranks.broadcast(plan.to_json().encode())))
     plan = _adapt(plan, options, ranks, start)
     profile_json = ranks.broadcast(profile.to_json().encode() if profile else b"")
