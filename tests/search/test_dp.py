@@ -1,6 +1,7 @@
 """Dynamic programming against looking at everything."""
 
 from math import inf
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -149,3 +150,22 @@ def test_a_plan_is_found_wherever_one_is_estimated_to_fit(case: tuple[Profile, M
     exhaustive.run(pool, [*problems_of(model, place, options)], options)
     result = search(model, place, options.replace(candidates=1))
     assert bool(result.candidates) == bool(pool.plans)
+
+
+def test_the_search_ends_where_slower_stages_make_up_for_shorter_sums_to_the_last_digit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every bound on the slowest stage has a path that takes the limit: differences of the two times are rounding."""
+    limit, least, bounds = 0.4759553072523147, 2.6333333e-8, list[float]()
+
+    def shortest(_subspace: object, _costs: object, _tables: object, bound: float) -> dp._Path:
+        bounds.append(bound)
+        assert len(bounds) < 1000, bounds[-4:]
+        slowest = min(bound, 2.7e-8)
+        return dp._Path((), limit - slowest, slowest)
+
+    monkeypatch.setattr(dp, "_tables", lambda *_: [])
+    monkeypatch.setattr(dp, "_least_slowest", lambda *_: least)
+    monkeypatch.setattr(dp, "_shortest", shortest)
+    anything: Any = None
+    assert dp.solve(anything, anything, limit) is None
