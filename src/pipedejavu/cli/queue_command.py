@@ -32,7 +32,7 @@ _SET_BY_QUEUE = (
 def run_queue(
     jobs: Sequence[ClusterJob], options: ScheduleOptions, out: str, html: str | None, as_json: bool, ray: str | None
 ) -> None:
-    """Runs a queue, or goes on with it; exits 1 if a job has failed, and with the signal's code if one stopped it.
+    """Runs a queue, or continues it; exits 1 if a job has failed, and with a signal's code if one stopped the queue.
 
     With the address of a Ray cluster it runs on that cluster's nodes.
     """

@@ -58,7 +58,7 @@ class ScheduleRequest:
         ),
     ] = None
     is_run: Annotated[bool, typer.Option("--run", help="Train the jobs on this host's devices.")] = False
-    out: Annotated[str, typer.Option(help="Folder of a queue that is run; it goes on with the one there.")] = "queue"
+    out: Annotated[str, typer.Option(help="Folder of the queue; a queue that is there already is continued.")] = "queue"
     ray: Annotated[
         str | None, typer.Option(help="With --run: train on the nodes of the Ray cluster at this address, or 'auto'.")
     ] = None

@@ -12,7 +12,7 @@ from pipedejavu.program import Program
 
 
 def outlives_workers(program: Program) -> bool:
-    """Whether the server of a program, its last worker, goes on if another worker dies.
+    """Whether the server of a program, which is its last worker, continues if another worker dies.
 
     Every replica is one worker that pushes one piece to one server, in the host's memory.
     """
